@@ -1,0 +1,85 @@
+"""What one kernel can do, and why it refuses the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .arch import CPU, ArchSpec, device_word
+from .problem import Traits
+from .tile import TileTable
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One row of the capability table.
+
+    `arch` is None for a kernel written in PyTorch, which runs anywhere: `serves` then says on which devices it is
+    chosen by itself ("cpu", "cuda"), and on others it runs only when asked for by name.
+    `headdims` None means any; otherwise a problem's head dimensions are padded up to the next pair, in `multiple`s.
+    `invariant_to` names features that do not change the compiled code, and so never enter a cache key.
+    """
+
+    name: str
+    phase: str
+    dtypes: frozenset[str]
+    features: frozenset[str]
+    masks: tuple[str, ...] = ("full", "causal", "window")
+    arch: ArchSpec | None = None
+    serves: frozenset[str] = frozenset()
+    tiles: TileTable | None = None
+    multiple: int = 1
+    invariant_to: frozenset[str] = frozenset()
+    evidence: str = ""  # bench result that the tile table was chosen from
+    entry: str = ""  # "module:Class", loaded only when compiled
+    note: str = ""  # said by explain() when this kernel is chosen
+
+    @property
+    def backend(self) -> str:
+        """What the `backend` argument calls it: the part of the name before the dot."""
+        return self.name.split(".")[0]
+
+    @property
+    def headdims(self) -> tuple[tuple[int, int], ...] | None:
+        return None if self.tiles is None else self.tiles.headdims
+
+    def refuses(self, traits: Traits, capability: tuple[int, int] | None, backend: str = "auto") -> str | None:
+        """None if this kernel runs `traits` on that device, else the reason. `capability` None is the CPU."""
+        device = device_word(capability)
+        if traits.phase != self.phase:
+            return f"it computes {self.phase}, not {traits.phase}"
+        if backend not in ("auto", self.backend):
+            return f"backend={backend!r} was asked for"
+        if self.arch is not None and capability != self.arch.capability:
+            return f"needs {device_word(self.arch.capability)}, the tensors are on {device}"
+        if self.arch is None and backend == "auto" and ("cpu" if device == CPU else "cuda") not in self.serves:
+            return f"runs on {device} only with backend={self.backend!r}"
+        if traits.dtype not in self.dtypes:
+            return f"no {traits.dtype} (it takes {', '.join(sorted(self.dtypes))})"
+        if traits.mask not in self.masks:
+            return f"no {traits.mask} mask"
+        missing = traits.features - self.features
+        if missing:
+            return f"no {', '.join(sorted(missing))}"
+        if self.headdims is not None:
+            if traits.headdim % self.multiple or traits.headdim_v % self.multiple:
+                return f"headdim {traits.headdim}, headdim_v {traits.headdim_v}: both must be multiples of {self.multiple}"
+            if self.padded(traits) is None:
+                top = max(self.headdims)
+                return f"headdim {traits.headdim}, headdim_v {traits.headdim_v}: at most {top[0]} and {top[1]}"
+        return None
+
+    def padded(self, traits: Traits) -> Traits | None:
+        """`traits` with the head dimensions that are compiled, or None where they are too large."""
+        if self.headdims is None:
+            return traits
+        for headdim, headdim_v in self.headdims:
+            if traits.headdim <= headdim and traits.headdim_v <= headdim_v:
+                return replace(traits, headdim=headdim, headdim_v=headdim_v)
+        return None
+
+    def compiled(self, traits: Traits) -> Traits:
+        """What is actually compiled for `traits`: padded, and without the features that change nothing."""
+        padded = self.padded(traits)
+        if padded is None:
+            raise LookupError(f"{self.name} has no headdim for {traits.slug}")
+        return replace(padded, **dict.fromkeys(self.invariant_to & traits.features, False))

@@ -1,0 +1,87 @@
+"""What is asked of a kernel: traits change the compiled code, shape and scalars do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from .mask import Band, Seqlens
+
+FWD, BWD = "fwd", "bwd"
+PHASES = (FWD, BWD)
+DTYPES = ("fp16", "bf16", "fp8", "fp32", "fp64")
+HALF = frozenset({"fp16", "bf16"})
+MASKS = ("full", "causal", "window")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The half of a problem that is compiled in.
+
+    `mask` is a compile-time class: a causal edge is static, the edges of a window are run-time integers.
+    """
+
+    phase: str
+    dtype: str
+    headdim: int
+    headdim_v: int
+    mask: str = "full"
+    gqa: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self):
+        for name, allowed in (("phase", PHASES), ("dtype", DTYPES), ("mask", MASKS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Words that a kernel must declare to accept these traits."""
+        return frozenset(w for w, on in (("gqa", self.gqa), ("deterministic", self.deterministic)) if on)
+
+    @property
+    def slug(self) -> str:
+        """The one name of a variant: cache key, test id, bench row, log line. `fwd.bf16.d128.causal.gqa`."""
+        dims = f"d{self.headdim}" if self.headdim == self.headdim_v else f"d{self.headdim}x{self.headdim_v}"
+        return ".".join([self.phase, self.dtype, dims, self.mask, *sorted(self.features)])
+
+    @classmethod
+    def parse(cls, slug: str) -> Traits:
+        """The traits that a slug names."""
+        phase, dtype, dims, mask, *features = slug.split(".")
+        headdim, _, headdim_v = dims.removeprefix("d").partition("x")
+        known = {f.name for f in fields(cls)}
+        if not dims.startswith("d") or not set(features) <= known:
+            raise ValueError(f"{slug!r} is not a traits slug")
+        return cls(phase, dtype, int(headdim), int(headdim_v or headdim), mask, **dict.fromkeys(features, True))
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+
+    @property
+    def seqlens(self) -> Seqlens:
+        return Seqlens(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def empty(self) -> bool:
+        """No output element is computed from a key: nothing to launch."""
+        return not (self.batch and self.seqlen_q and self.seqlen_k and self.num_heads_q)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One validated call, without its tensors."""
+
+    traits: Traits
+    shape: Shape
+    band: Band
+    softmax_scale: float
+
+    def for_phase(self, phase: str) -> AttentionProblem:
+        return replace(self, traits=replace(self.traits, phase=phase))

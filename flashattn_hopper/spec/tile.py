@@ -1,0 +1,142 @@
+"""How a kernel cuts its work: self-checking rows of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .arch import ArchSpec
+from .problem import HALF, Traits
+
+WARPGROUP = 128
+BYTES = {"fp16": 2, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class FwdTile:
+    """One way to cut the Hopper forward kernel.
+
+    tile_m queries (64 for each consumer warpgroup) by tile_n keys, K and V in `num_stages` stages each.
+    `schedule`: "grid" is one thread block per query tile, "dynamic" resident blocks that draw tickets.
+    `own_o`: the output has shared memory of its own; otherwise a warpgroup's output reuses its slab of Q.
+    `optimistic`: unmasked tiles keep the running maximum of earlier ones (docs/kernels/sm90_forward.md).
+    `ping_pong`: consumer warpgroups take turns issuing their matrix products.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int = 2
+    q_stages: int = 1
+    own_o: bool = False
+    schedule: str = "grid"
+    optimistic: bool = True
+    ping_pong: bool = True
+
+    def __post_init__(self):
+        self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
+        self._require(self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n", "a multiple of 16 up to 256")
+        self._require(self.num_stages == 2, "num_stages", "2 (a ring slot counts in twos)")
+        self._require(self.q_stages in (1, 2), "q_stages", "1 or 2")
+        self._require(self.schedule in ("grid", "dynamic"), "schedule", "'grid' or 'dynamic'")
+        self._require(self.q_stages == 1 or self.own_o, "q_stages", "1 unless own_o: an output in Q's memory ends its prefetch")
+        self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for schedule='grid': there is no next tile")
+
+    def _require(self, ok, field, allowed):
+        if not ok:
+            raise ValueError(f"FwdTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
+
+    @property
+    def num_consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.num_consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers per thread after the hand-over."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_consumers]
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """Shared memory of one thread block, barriers and schedule board included (an upper bound by 1 KiB)."""
+        size = BYTES[traits.dtype]
+        q = self.tile_m * traits.headdim * size
+        o = self.tile_m * traits.headdim_v * 2
+        kv = self.num_stages * self.tile_n * (traits.headdim + traits.headdim_v) * size
+        q_or_o = self.q_stages * q + o if self.own_o else max(q, o)
+        return q_or_o + kv + 1024
+
+    def check(self, arch: ArchSpec, traits: Traits) -> None:
+        """Raise ValueError, with the budget in the text, where this tile does not fit."""
+        need = self.smem_bytes(traits)
+        if need > arch.smem_bytes:
+            raise ValueError(
+                f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
+            )
+        if traits.headdim_v > traits.headdim and not self.own_o:
+            raise ValueError(f"{self}: an output of headdim_v={traits.headdim_v} does not fit Q's headdim={traits.headdim}")
+
+    @classmethod
+    def candidates(cls, arch: ArchSpec, traits: Traits):
+        """Every tile worth measuring for these traits: what bench/tune.py enumerates."""
+        for tile_m in (128, 192):
+            for tile_n in range(48, 193, 16):
+                # Scores, probabilities and output of one thread must fit its registers beside about 30 others.
+                live = tile_n // 2 + tile_n // 4 + traits.headdim_v // 2
+                if live + 30 > cls(tile_m, tile_n).registers[1]:
+                    continue
+                for schedule, q_stages, own_o in (
+                    ("grid", 1, False),
+                    ("dynamic", 1, False),
+                    ("dynamic", 1, True),
+                    ("dynamic", 2, True),
+                ):
+                    tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, own_o=own_o)
+                    try:
+                        tile.check(arch, traits)
+                    except ValueError:
+                        continue
+                    yield tile
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a tile table. A bound on seqlen_k chooses among compiled variants; it is never part of a key."""
+
+    headdim: int | tuple[int, int]
+    tile: FwdTile
+    dtypes: frozenset[str] = HALF
+    masks: tuple[str, ...] = ("full", "causal", "window")
+    min_seqlen: int = 0
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.headdim if isinstance(self.headdim, tuple) else (self.headdim, self.headdim)
+
+    def covers(self, traits: Traits) -> bool:
+        return (
+            self.dims == (traits.headdim, traits.headdim_v)
+            and traits.dtype in self.dtypes
+            and traits.mask in self.masks
+        )
+
+
+class TileTable(tuple):
+    """Rows in order; the first one that covers the traits and whose `min_seqlen` is reached wins."""
+
+    def __new__(cls, *rows: Row):
+        return super().__new__(cls, rows)
+
+    @property
+    def headdims(self) -> tuple[tuple[int, int], ...]:
+        """Compiled (headdim, headdim_v) pairs, cheapest first."""
+        return tuple(sorted({row.dims for row in self}, key=lambda d: (d[0] + d[1], d)))
+
+    def rows_for(self, traits: Traits) -> tuple[Row, ...]:
+        return tuple(row for row in self if row.covers(traits))
+
+    def find(self, traits: Traits, seqlen: int) -> FwdTile:
+        for row in self:
+            if seqlen >= row.min_seqlen and row.covers(traits):
+                return row.tile
+        raise LookupError(f"no tile for {traits.slug}")
