@@ -17,8 +17,8 @@ class FwdTile:
 
     tile_m queries (64 for each consumer warpgroup) by tile_n keys, K and V in `num_stages` stages each.
     `schedule`: "grid" is one thread block per query tile, "dynamic" resident blocks that draw tickets.
-    `own_o`: the output has shared memory of its own; otherwise a warpgroup's output reuses its slab of Q.
-    `optimistic`: unmasked tiles keep the running maximum of earlier ones (docs/kernels/sm90_forward.md).
+    `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
+    waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
     """
 
@@ -26,9 +26,8 @@ class FwdTile:
     tile_n: int
     num_stages: int = 2
     q_stages: int = 1
-    own_o: bool = False
+    output: str = "q"
     schedule: str = "grid"
-    optimistic: bool = True
     ping_pong: bool = True
 
     def __post_init__(self):
@@ -37,7 +36,10 @@ class FwdTile:
         self._require(self.num_stages == 2, "num_stages", "2 (a ring slot counts in twos)")
         self._require(self.q_stages in (1, 2), "q_stages", "1 or 2")
         self._require(self.schedule in ("grid", "dynamic"), "schedule", "'grid' or 'dynamic'")
-        self._require(self.q_stages == 1 or self.own_o, "q_stages", "1 unless own_o: an output in Q's memory ends its prefetch")
+        self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
+        self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: one stage of V each")
+        self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: a stage holds 64 rows")
+        self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which ends Q's prefetch")
         self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for schedule='grid': there is no next tile")
 
     def _require(self, ok, field, allowed):
@@ -63,8 +65,7 @@ class FwdTile:
         q = self.tile_m * traits.headdim * size
         o = self.tile_m * traits.headdim_v * 2
         kv = self.num_stages * self.tile_n * (traits.headdim + traits.headdim_v) * size
-        q_or_o = self.q_stages * q + o if self.own_o else max(q, o)
-        return q_or_o + kv + 1024
+        return self.q_stages * q + kv + (o if self.output == "own" else 0) + 1024
 
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""
@@ -73,8 +74,8 @@ class FwdTile:
             raise ValueError(
                 f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
             )
-        if traits.headdim_v > traits.headdim and not self.own_o:
-            raise ValueError(f"{self}: an output of headdim_v={traits.headdim_v} does not fit Q's headdim={traits.headdim}")
+        if traits.headdim_v != traits.headdim and self.output == "q":
+            raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 
     @classmethod
     def candidates(cls, arch: ArchSpec, traits: Traits):
@@ -85,14 +86,16 @@ class FwdTile:
                 live = tile_n // 2 + tile_n // 4 + traits.headdim_v // 2
                 if live + 30 > cls(tile_m, tile_n).registers[1]:
                     continue
-                for schedule, q_stages, own_o in (
-                    ("grid", 1, False),
-                    ("dynamic", 1, False),
-                    ("dynamic", 1, True),
-                    ("dynamic", 2, True),
+                for schedule, q_stages, output in (
+                    ("grid", 1, "q"),
+                    ("dynamic", 1, "q"),
+                    ("dynamic", 1, "v"),
+                    ("dynamic", 2, "v"),
+                    ("dynamic", 1, "own"),
+                    ("dynamic", 2, "own"),
                 ):
-                    tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, own_o=own_o)
                     try:
+                        tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, output=output)
                         tile.check(arch, traits)
                     except ValueError:
                         continue
@@ -126,6 +129,9 @@ class TileTable(tuple):
 
     def __new__(cls, *rows: Row):
         return super().__new__(cls, rows)
+
+    def __getnewargs__(self):
+        return tuple(self)
 
     @property
     def headdims(self) -> tuple[tuple[int, int], ...]:

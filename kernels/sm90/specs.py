@@ -6,12 +6,12 @@ from flashattn_hopper.spec.problem import FWD, HALF
 from flashattn_hopper.spec.tile import FwdTile, Row, TileTable
 
 FORWARD_TILES = TileTable(
-    Row(64, FwdTile(192, 128, schedule="dynamic", q_stages=2, own_o=True)),
-    Row(96, FwdTile(128, 128, schedule="dynamic", q_stages=2, own_o=True)),
-    Row(128, FwdTile(128, 128, schedule="dynamic", q_stages=2, own_o=True)),
-    Row((192, 128), FwdTile(128, 112, schedule="dynamic", own_o=True)),
-    Row(192, FwdTile(128, 112, schedule="dynamic")),
-    Row(256, FwdTile(128, 80, schedule="dynamic")),
+    Row(64, FwdTile(192, 128, schedule="dynamic", q_stages=2, output="own")),
+    Row(96, FwdTile(128, 128, schedule="dynamic", q_stages=2, output="own")),
+    Row(128, FwdTile(128, 128, schedule="dynamic", q_stages=2, output="own")),
+    Row((192, 128), FwdTile(128, 128, schedule="dynamic", output="v")),
+    Row(192, FwdTile(128, 112, schedule="dynamic", output="v")),
+    Row(256, FwdTile(128, 80, schedule="dynamic", output="v")),
 )
 
 FORWARD = KernelSpec(

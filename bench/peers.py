@@ -1,0 +1,210 @@
+"""The contestants: ours and other attention kernels behind one call, `forward(q, k, v, causal, window, scale)`.
+
+Tensors are (B, S, H, D) for all, K and V may have fewer heads; `window` is (left, right) in keys, (None, None) for
+none. A contestant that cannot run here says why in `available()`; one that cannot run a cell raises, and the row
+records the message. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+
+import torch
+
+NO_WINDOW = (None, None)
+
+
+class Contestant:
+    """One row of `PEERS`. `needs` are modules that must import; `distribution` names the package for its version."""
+
+    name = ""
+    title = ""
+    needs: tuple[str, ...] = ()
+    distribution = ""
+
+    def available(self) -> str | None:
+        """None if it can be tried on this machine, else the reason."""
+        for module in self.needs:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # Why: a package that fails to load its libraries is as absent as a missing one.
+                return f"unavailable: import {module}: {first_line(error)}"
+        return None
+
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+    def session(self) -> contextlib.AbstractContextManager:
+        """What to hold around a series of `call`s, entered outside the timed region."""
+        return contextlib.nullcontext()
+
+    def layout(self, x):
+        """(B, S, H, D) as the view this contestant takes, and back."""
+        return x
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        """One forward pass inside `session()`, tensors and output in this contestant's own layout."""
+        raise NotImplementedError
+
+    def call(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        """One forward pass inside `session()`. Returns the output, (B, S, Hq, Dv)."""
+        return self.layout(self.native(*map(self.layout, (q, k, v)), causal, window, scale))
+
+    def forward(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        """One forward pass on its own."""
+        with self.session():
+            return self.call(q, k, v, causal, window, scale)
+
+
+class Ours(Contestant):
+    name = "ours"
+    title = "flashattn_hopper"
+    needs = ("flashattn_hopper.api",)
+    distribution = "flashattn-hopper"
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        from flashattn_hopper import hopper_attention
+
+        edges = {} if window == NO_WINDOW else {"window_size": window}
+        return hopper_attention(q, k, v, causal=causal, softmax_scale=scale, **edges)
+
+
+class Sdpa(Contestant):
+    """One backend of torch's scaled_dot_product_attention."""
+
+    backend = ""
+
+    def available(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "unavailable: no CUDA device"
+        return super().available()
+
+    def session(self):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, self.backend))
+
+    def layout(self, x):
+        return x.transpose(1, 2)
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        if window != NO_WINDOW:
+            raise NotImplementedError("scaled_dot_product_attention takes no window")
+        gqa = q.shape[1] != k.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
+class Cudnn(Sdpa):
+    name = "cudnn"
+    title = "cuDNN (torch SDPA)"
+    backend = "CUDNN_ATTENTION"
+
+    def version(self) -> str:
+        return str(torch.backends.cudnn.version())
+
+
+class Fa2(Sdpa):
+    name = "fa2"
+    title = "FlashAttention-2 (torch SDPA)"
+    backend = "FLASH_ATTENTION"
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+
+class Fa3(Contestant):
+    name = "fa3"
+    title = "FlashAttention-3"
+    needs = ("fa3_fwd_interface",)
+    distribution = "fa3-fwd"
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        from fa3_fwd_interface import flash_attn_func
+
+        window = tuple(-1 if edge is None else edge for edge in window)
+        return first(flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, window_size=window))
+
+
+class Fa4(Contestant):
+    name = "fa4"
+    title = "FlashAttention-4 (CuTe DSL)"
+    needs = ("flash_attn.cute.interface",)
+    distribution = "flash-attn-4"
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        from flash_attn.cute.interface import flash_attn_func
+
+        return first(flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, window_size=window))
+
+
+class Flex(Contestant):
+    name = "flex"
+    title = "FlexAttention (compiled)"
+    needs = ("torch.nn.attention.flex_attention", "triton")
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+    @staticmethod
+    @functools.cache
+    def compiled():
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # Why: dynamic=False gives each shape a kernel of its own, the fastest form it has.
+        # Trap: past the limit of recompilations torch runs the uncompiled form without a word.
+        torch._dynamo.config.recompile_limit = 256
+        return torch.compile(flex_attention, dynamic=False)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def block_mask(causal, window, seqlen_q, seqlen_k, device):
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        left, right = (seqlen_k if edge is None else edge for edge in window)
+        right = min(right, 0) if causal else right
+
+        def keep(batch, head, q_idx, kv_idx):
+            diagonal = q_idx + seqlen_k - seqlen_q
+            return (kv_idx <= diagonal + right) & (kv_idx >= diagonal - left)
+
+        return create_block_mask(keep, None, None, seqlen_q, seqlen_k, device=device)
+
+    def layout(self, x):
+        return x.transpose(1, 2)
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        masked = causal or window != NO_WINDOW
+        mask = self.block_mask(causal, window, q.shape[2], k.shape[2], str(q.device)) if masked else None
+        gqa = q.shape[1] != k.shape[1]
+        return self.compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+OURS = Ours()
+PEERS: dict[str, Contestant] = {peer.name: peer for peer in (Cudnn(), Fa3(), Fa4(), Fa2(), Flex())}
+DEFAULT = ("cudnn", "fa3", "fa4", "fa2")
+
+
+def parse(names: str) -> tuple[Contestant, ...]:
+    """Peers of a comma-separated list; "" or "none" is none. Raises ValueError for an unknown name."""
+    words = [word for word in names.split(",") if word not in ("", "none")]
+    unknown = [word for word in words if word not in PEERS]
+    if unknown:
+        raise ValueError(f"unknown peer {', '.join(unknown)}; known are {', '.join(PEERS)}")
+    return tuple(PEERS[word] for word in words)
+
+
+def first(result):
+    """The output where a function returns (output, ...)."""
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+def first_line(error: BaseException) -> str:
+    """`TypeName: first line of the message`, short enough for a table."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200].rstrip(": ")

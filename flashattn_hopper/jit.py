@@ -1,0 +1,333 @@
+"""Compiles kernels: from memory, else from disk, else by the compiler.
+
+    compiled(spec, traits, tile, arch)
+      memory    a dict keyed by plain values; one lookup, no lock                          (every call)
+      disk      a shared library, found by a hash of everything that decides its content   (once per process)
+      compiler  CuTe DSL; one compile per key among threads and processes                  (once per machine)
+
+No shape can enter a key: kernels read static facts from traits and tile only, and get the rest as operands.
+Each kernel that is compiled or loaded is one INFO line of the logger `flashattn_hopper`;
+`FLASHATTN_HOPPER_LOG=info` prints it without any set-up. `_cache.folder` lists the variables of the disk cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import _cache, _toolchain
+from .spec.arch import ArchSpec
+from .spec.kernel import KernelSpec
+from .spec.problem import Traits
+
+log = logging.getLogger("flashattn_hopper")
+if _level := os.environ.get("FLASHATTN_HOPPER_LOG"):
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(_level.upper())
+
+_OPTIONS = "--enable-tvm-ffi"
+# Sources that decide a kernel's code, beside the package of its entry.
+_SHARED_SOURCES = ("flashattn_hopper.kernels.common", "flashattn_hopper.spec")
+# The DSL reads CUTE_DSL_* variables. These do not change the code that comes out; any other one enters the key.
+_NEUTRAL = frozenset(
+    "CUTE_DSL_" + name
+    for name in (
+        *("ARCH", "LIBS", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "JIT_CACHE_MAX_ELEMS", "DUMP_DIR"),
+        *("LOG_LEVEL", "LOG_TO_CONSOLE", "LOG_TO_FILE", "JIT_TIME_PROFILING", "SHOW_STACKTRACE"),
+    )
+)
+
+
+class Stats(NamedTuple):
+    """What `compiled` did in this process since the start or `reset_stats`. Times in seconds."""
+
+    compiles: int = 0
+    memory_hits: int = 0
+    disk_hits: int = 0
+    seconds_compiling: float = 0.0
+
+
+class _Tally:
+    __slots__ = Stats._fields
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        for name, value in Stats()._asdict().items():
+            setattr(self, name, value)
+
+
+_memory: dict[tuple, Callable] = {}
+_tally = _Tally()
+
+
+def _renew_locks() -> None:
+    global _compiling, _locks
+    _compiling = threading.Lock()  # Trap: two cute.compile at once abort the process
+    _locks = {}  # one lock for each key
+
+
+_renew_locks()
+os.register_at_fork(after_in_child=_renew_locks)  # a thread that holds one does not exist in the child
+
+
+def compiled(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> Callable:
+    """The compiled kernel `spec` for `traits`, which are already `spec.compiled(traits)`, cut by `tile`.
+
+    It is called with the run-time operands that the entry's `arguments()` describes, without the stream: that is
+    torch's current one. Operands of another dtype, rank, alignment or device raise TypeError or ValueError.
+
+    Raises: ImportError where the compiler is not installed. Trouble with the disk cache only warns.
+    """
+    key = (spec.entry, traits, tile, arch.target)
+    function = _memory.get(key)
+    if function is not None:
+        _tally.memory_hits += 1
+        return function
+    with _locks.setdefault(key, threading.Lock()):
+        function = _memory.get(key)
+        if function is None:
+            function = _memory[key] = _obtain(spec, traits, tile, arch)
+        else:
+            _tally.memory_hits += 1
+        return function
+
+
+def stats() -> Stats:
+    """A snapshot of the counters."""
+    return Stats(*(getattr(_tally, name) for name in Stats._fields))
+
+
+def reset_stats() -> None:
+    """Set the counters to zero."""
+    _tally.reset()
+
+
+def clear() -> None:
+    """Forget the kernels in memory. Those on disk stay."""
+    _memory.clear()
+
+
+def fingerprint(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> dict[str, str]:
+    """Everything that decides a compiled kernel, by name. Imports neither torch nor cutlass.
+
+    Raises: ImportError where the compiler is not installed.
+    """
+    tools = _toolchain.find()
+    environment = {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in _NEUTRAL}
+    return {
+        "format": str(_cache.FORMAT),
+        "entry": spec.entry,
+        "sources": _first_sources(spec.entry),
+        "traits": repr(traits),
+        "tile": repr(tile),
+        "target": arch.target,
+        "options": _OPTIONS,
+        "environment": repr(sorted(environment.items())),
+        "machine": platform.machine(),
+        "dsl": tools.dsl,
+        "ffi": tools.ffi,
+        "cuda": tools.flavour,
+    }
+
+
+def sources(entry: str) -> str:
+    """Hash of the Python files that decide the code of `entry`: its package, the shared parts and the vocabulary."""
+    module = entry.partition(":")[0]
+    package = module.rpartition(".")[0]
+    digest = hashlib.sha256()
+    for name in dict.fromkeys((package or module, *_SHARED_SOURCES)):
+        found = importlib.util.find_spec(name)
+        if found is None:
+            raise ModuleNotFoundError(f"no module named {name!r}", name=name)
+        for root in map(Path, found.submodule_search_locations or [found.origin]):
+            for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+                label = f"{name}/{file.relative_to(root).as_posix()}"
+                digest.update(b"%s\0%s" % (label.encode(), hashlib.sha256(file.read_bytes()).digest()))
+    return digest.hexdigest()
+
+
+# Why: the first look at the files belongs to the modules that get imported. A later one might see an edit that the
+# running process does not have; `_keep` compares the two before it writes.
+_first_sources = functools.cache(sources)
+
+
+class _Entry(NamedTuple):
+    name: str  # file name in the cache
+    symbol: str  # of the function in the shared library
+
+
+def _entry(spec, traits, tile, arch) -> _Entry:
+    key = hashlib.sha256(json.dumps(fingerprint(spec, traits, tile, arch), sort_keys=True).encode()).hexdigest()
+    return _Entry(f"{spec.name}.{traits.slug}.{key}.so", f"kernel_{key}")
+
+
+def _obtain(spec, traits, tile, arch) -> Callable:
+    """From disk, else compiled. Called by one thread per key."""
+    cache, link = _cache.current(), _toolchain.linker()
+    if cache is None:
+        return _toolchain.positional(_compile_counted(spec, traits, tile, arch))
+    entry = _entry(spec, traits, tile, arch)
+    function = _load(cache, entry, spec, traits, arch)
+    if function is not None:
+        return function
+    if link is None:
+        _cache.warn_once(
+            "linker", "kernel cache: off, because no C compiler (cc, gcc, clang or $CC) was found to link with"
+        )
+        return _toolchain.positional(_compile_counted(spec, traits, tile, arch))
+    with cache.lock(entry.name):
+        function = _load(cache, entry, spec, traits, arch)  # another process may have been first
+        if function is None:
+            function = _compile_counted(spec, traits, tile, arch)
+            function = _keep(cache, entry, spec, function, link) or _toolchain.positional(function)
+        return function
+
+
+def _load(cache, entry, spec, traits, arch) -> Callable | None:
+    start = time.perf_counter()
+    path = cache.find(entry.name)
+    function = None if path is None else _open(path, entry)
+    if function is not None:
+        _tally.disk_hits += 1
+        log.info(
+            "%s %s for %s: loaded in %.2f s from %s",
+            *(spec.name, traits.slug, arch.target, time.perf_counter() - start, path),
+        )
+    return function
+
+
+def _open(path, entry) -> Callable | None:
+    try:
+        return _toolchain.load(path, entry.symbol)
+    except Exception as error:  # such as a folder mounted without the right to execute
+        _cache.warn_once(f"load {path.parent}", "kernel cache: %s cannot be loaded (%s); compiling", path, error)
+        return None
+
+
+def _keep(cache, entry, spec, function, link) -> Callable | None:
+    """Store a fresh kernel, and return it as later processes will get it. None if that is not possible."""
+    try:
+        if sources(spec.entry) != _first_sources(spec.entry):
+            log.info("kernel cache: %s is not kept, its sources changed while this process runs", entry.name)
+            return None
+        with _compiling:
+            library = _toolchain.shared_library(function, entry.symbol, link)
+    except Exception as error:
+        _cache.warn_once("export", "kernel cache: %s could not be exported (%s)", entry.name, error)
+        return None
+    path = cache.store(entry.name, library)
+    return None if path is None else _open(path, entry)
+
+
+def _compile_counted(spec, traits, tile, arch) -> Callable:
+    start = time.perf_counter()
+    function = _compile(spec, traits, tile, arch)
+    seconds = time.perf_counter() - start
+    _tally.compiles += 1
+    _tally.seconds_compiling += seconds
+    log.info("%s %s for %s: compiled in %.2f s, %s", spec.name, traits.slug, arch.target, seconds, tile)
+    return function
+
+
+def _compile(spec, traits, tile, arch, options: str = ""):
+    with _compiling:
+        cute = _toolchain.import_cute(arch.target)
+        module, _, name = spec.entry.partition(":")
+        kernel = getattr(importlib.import_module(module), name)(traits, tile)
+        return cute.compile(
+            kernel, *kernel.arguments(), options=f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
+        )
+
+
+def compile_cubin(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> bytes:
+    """The machine code (an ELF file) of a kernel, for reading registers and instructions. Always compiles.
+
+    Raises: ImportError where the compiler is not installed.
+    """
+    # Trap: without an existing dump folder the DSL hands back a path in place of the bytes.
+    with tempfile.TemporaryDirectory(prefix="flashattn_hopper-") as folder:
+        cubin = _compile(spec, traits, tile, arch, f"--keep-cubin --dump-dir {shlex.quote(folder)}").__cubin__
+        if not isinstance(cubin, bytes):
+            files = list(Path(folder).glob("*.cubin"))
+            if len(files) != 1:
+                raise RuntimeError(f"{spec.name} {traits.slug}: the compiler kept {len(files)} cubins, 1 was expected")
+            cubin = files[0].read_bytes()
+        return cubin
+
+
+def warmup(variants: Iterable[tuple[KernelSpec, Traits, Any, ArchSpec]], processes: int | None = None) -> Stats:
+    """Put `(spec, traits, tile, arch)` variants into the disk cache, compiled by parallel processes; needs no GPU.
+
+    `processes` None is one for each usable core. Returns the sum of what they did; variants that are on disk already
+    cost nothing.
+
+    Raises: RuntimeError where the disk cache cannot be used, or with the first error of each failed process.
+    """
+    cache = _cache.current()
+    if cache is None or _toolchain.linker() is None:
+        raise RuntimeError(
+            "warmup fills the disk cache, which needs FLASHATTN_HOPPER_CACHE not to be 0 and a C compiler"
+        )
+    todo = {}
+    for spec, traits, tile, arch in variants:
+        entry = _entry(spec, traits, tile, arch)
+        if cache.find(entry.name) is None:
+            todo[entry.name] = (replace(spec, tiles=None), traits, tile, arch)  # the table is not needed to compile
+    if not todo:
+        return Stats()
+    count = max(1, min(len(todo), processes or len(os.sched_getaffinity(0))))
+    shares = [list(todo.values())[i::count] for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        results = list(pool.map(_in_process, shares))
+    errors = [error for _, error in results if error]
+    if errors:
+        raise RuntimeError("warmup failed: " + "; ".join(errors))
+    return Stats(*map(sum, zip(*(done for done, _ in results))))
+
+
+def _in_process(share) -> tuple[Stats, str | None]:
+    # Why: not multiprocessing. A fork breaks once CUDA runs, and a spawn imports the caller's script again.
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", "from flashattn_hopper import jit; jit._serve()"],
+        input=pickle.dumps(share),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    if done.returncode or not done.stdout:
+        return Stats(), f"a process ended with status {done.returncode}"
+    return pickle.loads(done.stdout)
+
+
+def _serve() -> None:
+    """The other end of `_in_process`: variants on standard input, `(Stats, error)` on standard output."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what compilers print must not mix with the answer
+    error = None
+    for variant in pickle.load(sys.stdin.buffer):
+        try:
+            compiled(*variant)
+        except Exception as failure:
+            error = error or f"{variant[0].name} {variant[1].slug}: {type(failure).__name__}: {failure}"
+    with answer:
+        pickle.dump((stats(), error), answer)

@@ -1,0 +1,222 @@
+"""Plan and tensors -> outputs: allocation, the layout that a kernel needs, the launch.
+
+Everything that depends on shapes, strides, dtypes and device only is decided once, by `prepare`, which returns a
+function of the tensors. A warm call pays for an alignment check, two allocations and the launch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+
+from . import jit, planner
+from .spec.mask import Band, Seqlens
+from .spec.problem import BWD, AttentionProblem
+
+logger = logging.getLogger("flashattn_hopper")
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+ALIGNMENT = 16  # bytes: base pointers and strides of a tensor that TMA reads
+MAX_STRIDE = 2**40  # bytes
+
+# Private names of torch, absent from builds without CUDA.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_capturing = torch.cuda.is_current_stream_capturing
+
+
+class Memo(dict):
+    """A bounded dict: emptied when full, so a lookup costs no bookkeeping. Single operations are atomic."""
+
+    limit = 4096
+
+    def remember(self, key, value):
+        if len(self) >= self.limit:
+            self.clear()
+        self[key] = value
+        return value
+
+
+def prepare(problem: AttentionProblem, backend: str, q, k, v) -> Forward:
+    """The forward of every call that agrees with this one in problem, strides, dtypes and device.
+
+    It maps q, k, v (of the problem's dtype) to out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), both contiguous, lse in
+    float32 (float64 for float64 inputs). No tensor is kept.
+
+    Raises: NotImplementedError where no kernel runs the problem.
+    """
+    capability = planner.capability_of(q.device)
+    chosen = planner.plan(problem.traits, capability, backend, problem.shape)
+    _announce(chosen.spec, problem, capability, backend)
+    if chosen.spec.arch is None:
+        return _in_pytorch(chosen.spec, problem)
+    if problem.shape.empty:
+        return _without_keys(problem, q.dtype, q.device)
+    fn = jit.compiled(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)
+    return bind(fn, chosen, problem, q, k, v)
+
+
+def backward(problem: AttentionProblem, backend: str, dout, dlse, q, k, v, out, lse, needs):
+    """(dq, dk, dv) of a forward problem, contiguous, None where `needs` says so.
+
+    `dout` (B, Sq, Hq, Dv) or `dlse` (B, Hq, Sq) is None where no gradient arrives.
+    """
+    problem = problem.for_phase(BWD)
+    capability = planner.capability_of(q.device)
+    spec = planner.plan(problem.traits, capability, backend, problem.shape).spec
+    _announce(spec, problem, capability, backend)
+    return _entry(spec)(dout, dlse, q, k, v, out, lse, problem.band, problem.softmax_scale, tuple(needs))
+
+
+def bind(fn, chosen: planner.Plan, problem: AttentionProblem, q, k, v) -> Forward:
+    """A forward that hands `fn` one tuple in the order of FwdOperands; q, k, v lend strides, dtype and device."""
+    shape, traits = problem.shape, problem.traits
+    device, dtype = q.device, q.dtype
+    out_shape = (shape.batch, shape.seqlen_q, shape.num_heads_q, traits.headdim_v)
+    lse_shape = (shape.batch, shape.num_heads_q, shape.seqlen_q)
+    scale = problem.softmax_scale
+    left, right = window_edges(problem.band, shape.seqlens) if traits.mask == "window" else (None, None)
+    dynamic = chosen.tile.schedule == "dynamic"
+    num_ctas = planner.num_sms(device) if dynamic else None
+    layouts = [_layout(t) for t in (q, k, v)]
+    fix_q, fix_k, fix_v = layouts
+    any_fix = layouts != [None, None, None]
+    elsewhere = device.index if device.type == "cuda" else None
+    empty, float32 = torch.empty, torch.float32
+
+    def forward(q, k, v):
+        if elsewhere is not None and _current_device() != elsewhere:
+            with torch.cuda.device(elsewhere):
+                return forward(q, k, v)
+        if any_fix:
+            q, k, v = _laid_out(q, fix_q), _laid_out(k, fix_k), _laid_out(v, fix_v)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            q, k, v = _aligned(q), _aligned(k), _aligned(v)
+        out = empty(out_shape, dtype=dtype, device=device)
+        lse = empty(lse_shape, dtype=float32, device=device)
+        fn((q, k, v, out, lse, scale, left, right, num_ctas, tickets(device) if dynamic else None))
+        return out, lse
+
+    return forward
+
+
+def window_edges(band: Band, seqlens: Seqlens) -> tuple[int, int]:
+    """The band's edges for device int32 arithmetic: an edge further than Sq + Sk keys hides or shows no more."""
+    far = seqlens.q + seqlens.k
+    return tuple(far if edge is None else max(-far, min(far, edge)) for edge in (band.left, band.right))
+
+
+# Layout
+
+COPY = "copied once"
+
+
+def _layout(tensor):
+    """None where a kernel reads `tensor` as it is, the strides to view it with, or COPY.
+
+    A kernel wants the last dimension contiguous and every other stride a multiple of 16 bytes; 0 is one, so an
+    expanded tensor is read in place. The stride of a dimension of extent 1 means nothing and is replaced.
+    """
+    size, stride, itemsize = tensor.shape, tensor.stride(), tensor.element_size()
+    legal = [step * itemsize % ALIGNMENT == 0 and step * itemsize < MAX_STRIDE for step in stride[:-1]] + [
+        stride[-1] == 1
+    ]
+    if all(legal):
+        return None
+    if not all(ok or extent == 1 for ok, extent in zip(legal, size)):
+        return COPY
+    steps = list(stride)
+    for dim in reversed(range(len(steps))):
+        if not legal[dim]:
+            steps[dim] = 1 if dim == len(steps) - 1 else size[dim + 1] * steps[dim + 1]
+    return tuple(steps)
+
+
+def _laid_out(tensor, layout):
+    if layout is None:
+        return tensor
+    if layout is COPY:
+        return tensor.contiguous()
+    return tensor.as_strided(tensor.shape, layout)
+
+
+def _aligned(tensor):
+    """A copy where the base pointer is off; the allocator's own are aligned."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def layout_note(tensor) -> str | None:
+    """Why a kernel of the catalog copies `tensor`, for explain(); None where it is read in place."""
+    if _layout(tensor) is COPY:
+        if tensor.stride(-1) != 1:
+            return f"last dimension is not contiguous: {COPY}"
+        return f"strides {tuple(tensor.stride())} are not multiples of {ALIGNMENT} bytes: {COPY}"
+    return None
+
+
+# Ticket counters of schedule="dynamic"
+
+_tickets: dict[tuple[int | None, int], torch.Tensor] = {}
+
+
+def tickets(device: torch.device) -> torch.Tensor:
+    """The zeroed (2,) int32 counters of the current stream; every kernel leaves them zero again.
+
+    Invariant: two launches that may overlap never share counters. Launches on one stream do not overlap; two graphs
+    captured on one stream may be replayed side by side, so a captured launch gets counters of its own.
+    """
+    if _capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, _raw_stream(device.index))
+    counters = _tickets.get(key)
+    if counters is None:
+        counters = _tickets.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
+    return counters
+
+
+# Calls without a compiled kernel
+
+
+def _in_pytorch(spec, problem):
+    entry, band, scale = _entry(spec), problem.band, problem.softmax_scale
+
+    def forward(q, k, v):
+        return entry(q, k, v, band, scale)
+
+    return forward
+
+
+def _without_keys(problem, dtype, device):
+    """Nothing to launch: every output element is 0 and every lse -inf, if there are any."""
+    shape = problem.shape
+    out_shape = (shape.batch, shape.seqlen_q, shape.num_heads_q, problem.traits.headdim_v)
+    lse_shape = (shape.batch, shape.num_heads_q, shape.seqlen_q)
+
+    def forward(q, k, v):
+        lse = torch.full(lse_shape, -float("inf"), dtype=torch.float32, device=device)
+        return torch.zeros(out_shape, dtype=dtype, device=device), lse
+
+    return forward
+
+
+def _entry(spec):
+    module, _, name = spec.entry.partition(":")
+    return getattr(import_module(module), name)
+
+
+# One line per kernel in the log
+
+_announced: set[str] = set()
+
+
+def _announce(spec, problem, capability, backend):
+    if spec.name in _announced:
+        return
+    _announced.add(spec.name)
+    refused = planner.refusals(problem.traits, capability, backend)
+    why = "; ".join(f"not {name}: {reason}" for name, reason in refused.items()) or "no other row was preferred"
+    logger.info("%s runs %s (%s)", spec.name, problem.traits.slug, why)

@@ -1,0 +1,61 @@
+"""The dynamic schedule: resident thread blocks draw tickets, and a board tells their consumers what comes next."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .work import Work
+
+# Tiles that a block does before its roles agree whether one of them needs a second attempt; the board remembers as many.
+ROUND = 128
+
+
+@dataclass(frozen=True)
+class Board:
+    """The producer warp draws and posts; consumers read the next tile before their epilogue.
+
+    `tickets`: two words in global memory, the next ticket and the blocks that are done. The last block to finish
+    leaves both at zero. Trap: launches that run at the same time must not share them.
+    """
+
+    ring: object  # Ring of two slots, released once by each consumer warp
+    next: cute.Tensor  # shared, (2 slots, linear index + Work)
+    history: cute.Tensor  # shared, (ROUND,): linear indices of this round's tiles
+    tickets: cute.Tensor
+
+    @cute.jit
+    def draw(self):
+        """In lane 0; the caller broadcasts it later, which keeps the atomic's latency off the loads."""
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = cute.arch.atomic_add(self.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return ticket
+
+    @cute.jit
+    def post(self, slot, done, i, following, work):
+        """Record a tile as done and post the following one, decoded, so that consumers need no divisions."""
+        cute.arch.mbarrier_wait(self.ring.empty + slot.index, slot.phase ^ 1)
+        if cute.arch.lane_idx() == 0:
+            for j in cutlass.range_constexpr(4):
+                self.next[slot.index, j] = (following, *work)[j]
+            self.history[i] = done
+            cute.arch.mbarrier_arrive(self.ring.full + slot.index)
+
+    def read(self, slot):
+        """Consumer warps: (linear index, Work) of the following tile."""
+        self.ring.wait(slot)
+        # Why uniform: TMA takes its coordinates from uniform registers, and the compiler cannot see that lanes agree.
+        following, m_block, head, batch = [cute.arch.make_warp_uniform(self.next[slot.index, j]) for j in range(4)]
+        cute.arch.sync_warp()
+        self.ring.release(slot)
+        return following, Work(m_block, head, batch)
+
+    @cute.jit
+    def close(self):
+        if cute.arch.lane_idx() == 0:
+            done = cute.arch.atomic_add(self.tickets.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
+            if done == cute.arch.grid_dim()[0] - 1:
+                self.tickets[0] = Int32(0)
+                self.tickets[1] = Int32(0)

@@ -1,0 +1,155 @@
+"""Online softmax of the two score rows that a thread of an m64 accumulator owns.
+
+FlashAttention's online softmax (Dao et al., 2022, algorithm 1) with one liberty: what is subtracted from the scores,
+the `bias`, need not be the running maximum. Any bias gives the same probabilities after normalisation as long as
+nothing overflows, because 16-bit and 32-bit floats keep their relative precision at every magnitude. Tiles without a
+mask use it: they subtract the bias known before the tile (`update_optimistic`), so nothing waits for their maximum.
+
+    bias, row_sum     per row; log2 units and a per-thread partial sum
+    ceiling           an optimistic partial sum above it moves the bias by an exact power of two (`settle`)
+    overflowed        what an optimistic tile cannot repair: a rise beyond float range within one tile, or a bias
+                      so large that S*c - bias loses its cancellation. The work is then done a second time, `exact`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+LN_2 = math.log(2.0)
+LOG2_E = math.log2(math.e)
+
+# The largest partial sum before the bias moves. Every P is below it too, before it is converted: 2**15 is the
+# largest power of two that float16 holds with room for rounding.
+CEILING = {"fp16": 2.0**15, "bf16": 2.0**40}
+
+# Rounding of maximum * c to float32 is off by up to 2**-24 of it; beyond 2**22 that is a quarter of a binary order.
+BIAS_LIMIT = 2.0**22
+
+
+def tree(op, xs):
+    """Why a tree: nothing else can run before the maximum, so its latency counts."""
+    while len(xs) > 1:
+        xs = [op(xs[i], xs[i + 1]) for i in range(0, len(xs) - 1, 2)] + xs[len(xs) & ~1 :]
+    return xs[0]
+
+
+def quad(op, x):
+    """Reduce over the four lanes that share a row."""
+    x = op(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+    return op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+
+
+def row_of(size, r):
+    """Indices of row r in a fragment of `size` elements."""
+    return [(c // 2) * 4 + r * 2 + c % 2 for c in range(size // 2)]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    bias: cute.Tensor
+    row_sum: cute.Tensor
+    scale_log2: Float32
+    ceiling: float
+
+    def reset(self):
+        self.bias.fill(-math.inf)
+        self.row_sum.fill(0.0)
+
+    @cute.jit
+    def update(self, S, exact):
+        """Scores to probabilities in place, with the maximum of this tile; returns the two factors for O.
+
+        `exact` subtracts the tile's maximum before scaling, which cancels at any magnitude.
+        """
+        size = const_expr(cute.size(S))
+        alpha = cute.make_rmem_tensor(2, Float32)
+        use = cute.make_rmem_tensor(2, Float32)
+        anchor = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [S[i] for i in row_of(size, r)]))
+            old = self.bias[r]
+            new = cute.arch.fmax(old, top * self.scale_log2)
+            self.bias[r] = new
+            new = cutlass.select_(new == -math.inf, Float32(0.0), new)
+            use[r] = new
+            anchor[r] = cutlass.select_(top == -math.inf, Float32(0.0), top)
+            alpha[r] = cute.arch.exp2(old - new)
+        if exact != 0:
+            for r in cutlass.range_constexpr(2):
+                rest = use[r] - anchor[r] * self.scale_log2
+                for i in row_of(size, r):
+                    S[i] = (S[i] - anchor[r]) * self.scale_log2 - rest
+        else:
+            self.shift(S, use)
+        self.exponentiate(S, alpha)
+        return alpha
+
+    def update_optimistic(self, S):
+        """As update, with the biases left alone: no maximum to wait for. Follow with `settle`."""
+        self.shift(S, self.bias)
+        self.exponentiate(S, None)
+
+    def shift(self, S, bias):
+        for i in range(cute.size(S)):
+            S[i] = S[i] * self.scale_log2 - bias[(i // 2) % 2]
+
+    def exponentiate(self, X, alpha):
+        """exp2 in place and row sums, in four chains."""
+        size = cute.size(X)
+        for r in range(2):
+            at = row_of(size, r)
+            for i in at:
+                X[i] = cute.arch.exp2(X[i])
+            sums = [X[i] for i in at[:4]]
+            sums[0] = sums[0] + (self.row_sum[r] if alpha is None else self.row_sum[r] * alpha[r])
+            for c in range(4, size // 2):
+                sums[c % 4] = sums[c % 4] + X[at[c]]
+            self.row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+    @cute.jit
+    def settle(self, X, O):
+        """After an optimistic tile: if a sum got large, move its bias by an exact power of two. Drains WGMMA if so."""
+        if cute.arch.vote_any_sync(cute.arch.fmax(self.row_sum[0], self.row_sum[1]) > self.ceiling):
+            warpgroup.wait_group(0)
+            factor = cute.make_rmem_tensor(2, Float32)
+            for r in cutlass.range_constexpr(2):
+                top = quad(cute.arch.fmax, self.row_sum[r])
+                bits = cute.make_rmem_tensor(1, Float32)
+                bits[0] = top
+                power = cutlass.min((cute.recast_tensor(bits, Int32)[0] >> 23) - 127, 126)  # an infinity stays one
+                power = Int32(cutlass.select_(top > self.ceiling, power, Int32(0)))
+                cute.recast_tensor(bits, Int32)[0] = (127 - power) << 23
+                factor[r] = bits[0]
+                self.row_sum[r] = self.row_sum[r] * factor[r]
+                self.bias[r] = self.bias[r] + power.to(Float32)
+            self.rescale(X, factor)
+            self.rescale(O, factor)
+
+    def overflowed(self):
+        """1 if the first attempt cannot stand: see the head of this file. A NaN in the scores also asks for a second one."""
+        bad = Int32(cutlass.select_(self.row_sum[0] + self.row_sum[1] < math.inf, Int32(0), Int32(1)))
+        for r in range(2):
+            bias = self.bias[r]
+            large = cute.arch.fmax(bias, cutlass.select_(bias == -math.inf, Float32(0.0), -bias)) > BIAS_LIMIT
+            bad = bad | Int32(cutlass.select_(large, Int32(1), Int32(0)))
+        return bad
+
+    def rescale(self, O, alpha):
+        for i in range(cute.size(O)):
+            O[i] = O[i] * alpha[(i // 2) % 2]
+
+    @cute.jit
+    def finish(self):
+        """Reciprocal row sums (for O) and natural-log lse; a row without keys gives 0 and -inf."""
+        inverse, lse = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            total = quad(lambda a, b: a + b, self.row_sum[r])
+            empty = total == 0.0
+            inverse[r] = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+            ln = (self.bias[r] + cute.math.log2(total, fastmath=True)) * LN_2
+            lse[r] = cutlass.select_(empty, Float32(-math.inf), ln)
+        return inverse, lse

@@ -1,0 +1,101 @@
+"""What one thread block works on: the query tile, its head and batch, and the order in which tiles are taken."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+# K and V of the heads that are worked on at the same time should stay in L2 (50 MB on H100 and H200, shared with Q and O).
+L2_BUDGET = 40 << 20
+
+
+class DeviceArith:
+    """`min` and `max` for spec.mask on device integers."""
+
+    min = staticmethod(cutlass.min)
+    max = staticmethod(cutlass.max)
+
+
+class Work(NamedTuple):
+    m_block: Int32
+    head: Int32
+    batch: Int32
+
+
+class Place(NamedTuple):
+    """Where a consumer thread is: its warpgroup among the consumers, its warp in it, its lane."""
+
+    wg: Int32
+    warp: Int32
+    lane: Int32
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The grid of query tiles of one launch."""
+
+    m_blocks: Int32
+    heads: Int32
+    batch: Int32
+    seqlen_k: Int32
+
+    def tiles(self):
+        return self.m_blocks * self.heads * self.batch
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Query tiles of a head one after the other: all are equally long, and K and V of the head stay in L2."""
+
+    extent: Extent
+
+    @cute.jit
+    def work(self, linear):
+        e = self.extent
+        head_batch = linear // e.m_blocks
+        m_block = linear - head_batch * e.m_blocks
+        batch = head_batch // e.heads
+        return Work(m_block, head_batch - batch * e.heads, batch)
+
+
+@dataclass(frozen=True)
+class LongestFirst:
+    """For masks that end at the diagonal: the last, longest query tiles of a section of heads first.
+
+    A section is as many heads as fit their K and V in L2; within it the order is m_block major, so that the tail of
+    the launch consists of short tiles.
+    """
+
+    extent: Extent
+    bytes_per_key: int
+
+    @cute.jit
+    def work(self, linear):
+        e = self.extent
+        per_head = cutlass.min(e.seqlen_k, Int32(1 << 20)) * self.bytes_per_key
+        total = e.heads * e.batch
+        section = cutlass.max(cutlass.min(Int32(L2_BUDGET) // cutlass.max(per_head, 1), total), 1)
+        s = linear // (section * e.m_blocks)
+        inner = linear - s * (section * e.m_blocks)
+        width = cutlass.min(section, total - s * section)
+        m = inner // width
+        head_batch = s * section + inner - m * width
+        batch = head_batch // e.heads
+        return Work(e.m_blocks - 1 - m, head_batch - batch * e.heads, batch)
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """Grouped heads: `group` query heads share one head of K and V (1 without GQA)."""
+
+    group: Int32
+
+    def kv(self, head):
+        return head // self.group
+
+
+def order_of(mask: str, extent: Extent, bytes_per_key: int):
+    """The order part for a mask kind: windows are equally long everywhere but at the start."""
+    return LongestFirst(extent, bytes_per_key) if const_expr(mask == "causal") else InOrder(extent)

@@ -1,0 +1,442 @@
+"""sm90.forward: attention forward for Hopper, FP16 and BF16.
+
+One producer warp (TMA) and one to three consumer warpgroups of 64 query rows each, with Q resident and K, V in rings:
+
+    producer   K3 Q | K2 V3 | K1 V2 | K0 V1 | V0            KV tiles from the last one down
+    consumer   S3=QK3 | softmax 3 | S2=QK2, O+=P3V3 | softmax 2 | S1=QK1, O+=P2V2 | softmax 1 | ... | O+=P0V0
+
+Consumers take turns issuing their two products (PingPong), so the softmax of one runs under the products of another.
+Each walks its own 64 rows: a KV tile that only another warpgroup sees is skipped. Unmasked tiles are optimistic
+(common/softmax.py); a block whose optimism failed does its tiles a second time with every tile in the careful loop.
+docs/kernels/sm90_forward.md has the roofline, the steps and what each was worth.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.tile import WARPGROUP
+
+from ..common.convert import ELEMENT, to_half
+from ..common.mask import BandMask
+from ..common.operands import FwdOperands
+from ..common.schedule import ROUND, Board
+from ..common.softmax import CEILING, LOG2_E, Softmax
+from ..common.walk import Walk, careful
+from ..common.work import DeviceArith, Extent, HeadMap, Place, order_of
+from .mainloop import Loads, Overlapped
+from .pipeline import EPILOGUE_BARRIER, NoTurns, PingPong, Ring, Slot, any_of, first_slot
+
+SLAB = 64  # query rows of one warpgroup: the M of its matrix instruction
+
+
+class Device(NamedTuple):
+    """What the host half hands to the device half: TMA atoms with their tensors, MMAs, layouts, scalars."""
+
+    tma_q: cute.CopyAtom
+    mQ: cute.Tensor
+    tma_k: cute.CopyAtom
+    mK: cute.Tensor
+    tma_v: cute.CopyAtom
+    mV: cute.Tensor
+    tma_o: cute.CopyAtom
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    lay_q: cute.ComposedLayout
+    lay_k: cute.ComposedLayout
+    lay_v: cute.ComposedLayout
+    lay_o: cute.ComposedLayout
+    scale_log2: Float32
+    window_left: Any
+    window_right: Any
+    tickets: Any
+
+
+class Rings(NamedTuple):
+    q: Ring
+    k: Ring
+    v: Ring
+
+
+class Shared(NamedTuple):
+    """Swizzled shared-memory tensors, stages (or slabs) as the last mode."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    O: cute.Tensor
+
+
+class Slabs(NamedTuple):
+    """A tile as one warpgroup cuts it, for Band.kv_tiles."""
+
+    tile_m: int
+    tile_n: int
+
+
+class Forward:
+    def __init__(self, traits, tile):
+        self.traits, self.tile = traits, tile
+        self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
+        self.dtype = ELEMENT[traits.dtype]
+        self.dynamic = tile.schedule == "dynamic"
+
+    def arguments(self):
+        """Fake operands for the compiler. One compile serves every batch, length, head count and 16-byte stride."""
+        B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
+        stride = lambda: cute.sym_int64(divisibility=8)
+
+        def operand(seqlen, heads, headdim):
+            strides = (stride(), stride(), stride(), 1)
+            return make_fake_tensor(self.dtype, (B, seqlen, heads, headdim), strides, assumed_align=16)
+
+        window = self.traits.mask == "window"
+        operands = FwdOperands(
+            q=operand(Sq, Hq, D),
+            k=operand(Sk, Hk, D),
+            v=operand(Sk, Hk, Dv),
+            o=operand(Sq, Hq, Dv),
+            lse=make_fake_tensor(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4),
+            softmax_scale=Float32(1.0),
+            window_left=Int32(0) if window else None,
+            window_right=Int32(0) if window else None,
+            num_ctas=Int32(1) if self.dynamic else None,
+            tickets=make_fake_tensor(Int32, (2,), (1,), assumed_align=4) if self.dynamic else None,
+        )
+        return operands, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    # ---------------------------------------------------------------------------------------------- host half
+    @cute.jit
+    def __call__(self, ops: FwdOperands, stream: cuda.CUstream):
+        t, hd, hd_v = self.tile, self.headdim, self.headdim_v
+        # (B, S, H, D) -> (S, D, H, B): a view, nothing moves
+        q, k, v, o = [
+            cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (ops.q, ops.k, ops.v, ops.o)
+        ]
+        # One warpgroup's MMA: each consumer works on its own slab of Q and O, so 2 or 3 of them need no special case.
+        mma = lambda b_major, n, source: hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (SLAB, n), source
+        )
+        mma_qk = mma(OperandMajorMode.K, t.tile_n, warpgroup.OperandSource.SMEM)
+        mma_pv = mma(OperandMajorMode.MN, hd_v, warpgroup.OperandSource.RMEM)
+
+        def staged(rows, width, stages):
+            kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, width)
+            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+            return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
+
+        lay_q, lay_o = staged(SLAB, hd, t.q_stages * t.num_consumers), staged(SLAB, hd_v, t.num_consumers)
+        lay_k, lay_v = staged(t.tile_n, hd, t.num_stages), staged(t.tile_n, hd_v, t.num_stages)
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        # A headdim below the compiled one needs no copy: TMA reads zeros beyond it and does not write there.
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, q, one(lay_q), (SLAB, hd))
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, k, one(lay_k), (t.tile_n, hd))
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, v, one(lay_v), (t.tile_n, hd_v))
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, o, one(lay_o), (SLAB, hd_v))
+        dev = Device(
+            tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, ops.lse, mma_qk, mma_pv, lay_q, lay_k, lay_v, lay_o,
+            ops.softmax_scale * LOG2_E, ops.window_left, ops.window_right, ops.tickets,
+        )  # fmt: skip
+        tiles = cute.ceil_div(q.shape[0], t.tile_m) * q.shape[2] * q.shape[3]
+        grid = cutlass.min(tiles, ops.num_ctas) if const_expr(self.dynamic) else tiles
+        self.kernel(dev).launch(grid=[grid, 1, 1], block=[t.num_threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    # ------------------------------------------------------------------------------------------ parts and facts
+    def band(self, dev):
+        if const_expr(self.traits.mask == "window"):
+            return Band(dev.window_left, dev.window_right)
+        return Band(None, 0) if const_expr(self.traits.mask == "causal") else Band()
+
+    def seqlens(self, dev):
+        return Seqlens(dev.mQ.shape[0], dev.mK.shape[0])
+
+    def extent(self, dev):
+        m_blocks = cute.ceil_div(dev.mQ.shape[0], self.tile.tile_m)
+        return Extent(m_blocks, dev.mQ.shape[2], dev.mQ.shape[3], dev.mK.shape[0])
+
+    def order(self, dev):
+        return order_of(self.traits.mask, self.extent(dev), 2 * (self.headdim + self.headdim_v))
+
+    def segments(self, dev, m_block, tile, exact):
+        return careful(self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith), exact)
+
+    def next_q(self, slot):
+        return slot.next() if self.tile.q_stages == 2 else slot.again()
+
+    # --------------------------------------------------------------------------------------------- device half
+    @cute.kernel
+    def kernel(self, dev: Device):
+        t = self.tile
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in (dev.tma_q, dev.tma_k, dev.tma_v, dev.tma_o):
+                cpasync.prefetch_descriptor(atom)
+        q_slabs = t.q_stages * t.num_consumers
+        buffer = lambda size: cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+
+        @cute.struct
+        class Smem:
+            bar_q: cute.struct.MemRange[Int64, 2 * q_slabs]
+            bar_k: cute.struct.MemRange[Int64, 2 * t.num_stages]
+            bar_v: cute.struct.MemRange[Int64, 2 * t.num_stages]
+            bar_o: cute.struct.MemRange[Int64, t.num_stages]
+            bar_t: cute.struct.MemRange[Int64, 4]
+            board: cute.struct.MemRange[Int32, 8 + ROUND]
+            sQ: buffer(cute.cosize(dev.lay_q))
+            sK: buffer(cute.cosize(dev.lay_k))
+            sV: buffer(cute.cosize(dev.lay_v))
+            sO: buffer(cute.cosize(dev.lay_o) if t.output == "own" else 0)
+
+        # Too much shared memory is not a compile error (the launch fails), so check while tracing.
+        assert Smem.size_in_bytes() <= SmemAllocator.capacity_in_bytes("sm_90"), Smem.size_in_bytes()
+        st = SmemAllocator().allocate(Smem)
+        tensor = lambda m, layout: m.get_tensor(layout.outer, swizzle=layout.inner)
+        smem = Shared(
+            tensor(st.sQ, dev.lay_q),
+            tensor(st.sK, dev.lay_k),
+            tensor(st.sV, dev.lay_v),
+            tensor(st.sO if const_expr(t.output == "own") else st.sQ, dev.lay_o),
+        )
+        num_bytes = lambda layout: cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
+        ring = lambda m, stages, layout: Ring(m.data_ptr(), m.data_ptr() + stages, num_bytes(layout))
+        rings = Rings(
+            ring(st.bar_q, q_slabs, dev.lay_q), ring(st.bar_k, t.num_stages, dev.lay_k), ring(st.bar_v, t.num_stages, dev.lay_v)
+        )
+        stores = st.bar_o.data_ptr() if const_expr(t.output == "v") else None
+        board = None
+        if const_expr(self.dynamic):
+            words = st.board.data_ptr()
+            board = Board(
+                Ring(st.bar_t.data_ptr(), st.bar_t.data_ptr() + 2, 0),
+                cute.make_tensor(words, cute.make_layout((2, 4))),
+                cute.make_tensor(words + 8, cute.make_layout(ROUND)),
+                dev.tickets,
+            )
+        if warp == 0:
+            with cute.arch.elect_one():
+                warps = 4 * t.num_consumers
+                rings.q.init(q_slabs, 1 if t.output == "q" else 4)
+                rings.k.init(t.num_stages, warps)
+                rings.v.init(t.num_stages, warps)
+                if const_expr(t.output == "v"):
+                    for stage in cutlass.range_constexpr(t.num_stages):
+                        cute.arch.mbarrier_init(stores + stage, 1)
+                if const_expr(self.dynamic):
+                    board.ring.init(2, warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(t.registers[0])
+            if warp == 0:
+                self.load(dev, rings, stores, smem, board)
+        else:
+            cute.arch.setmaxregister_increase(t.registers[1])
+            self.consume(dev, rings, stores, smem, board)
+
+    # ---- role: producer
+    @cute.jit
+    def load(self, dev, rings, stores, smem, board):
+        """Producer warp: issues every copy, and in a dynamic schedule draws and posts the tiles."""
+        t, order = self.tile, self.order(dev)
+        slot, slot_q = first_slot(), first_slot()
+        if const_expr(self.dynamic):
+            linear, at, total = cute.arch.block_idx()[0], first_slot(), self.extent(dev).tiles()
+            work = order.work(linear)
+            while linear < total:
+                i = Int32(0)
+                while linear < total and i < ROUND:
+                    ticket = board.draw()
+                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, Int32(0))
+                    following = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
+                    work = order.work(following)
+                    board.post(at, linear, i, following, work)
+                    linear, i, at = following, i + 1, at.next()
+                if any_of(Int32(0), t.num_consumers) != 0:
+                    for j in cutlass.range(i, unroll=1):
+                        slot, slot_q = self.load_tile(
+                            dev, rings, stores, smem, order.work(board.history[j]), slot, slot_q, Int32(1)
+                        )
+            board.close()
+        else:
+            work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
+            while again != 0:
+                slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, exact)
+                again = any_of(Int32(0), t.num_consumers) & (exact ^ 1)
+                exact = Int32(1)
+
+    @cute.jit
+    def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact):
+        t = self.tile
+
+        def partition(atom, shared, tensor, rows, width, head):
+            g = cute.local_tile(tensor[None, None, head, work.batch], (rows, width), (None, 0))
+            dst, src = cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+            )
+            return atom, src, dst
+
+        kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
+        hooks = Loads(
+            *rings,
+            partition(dev.tma_q, smem.Q, dev.mQ, SLAB, self.headdim, work.head),
+            partition(dev.tma_k, smem.K, dev.mK, t.tile_n, self.headdim, kv_head),
+            partition(dev.tma_v, smem.V, dev.mV, t.tile_n, self.headdim_v, kv_head),
+            stores,
+            t.num_consumers,
+            slot_q,
+            work.m_block * t.num_consumers,
+            slot_q.index if t.q_stages == 2 else slot_q.phase,
+        )
+        slot = Walk(self.band(dev)).kv(self.segments(dev, work.m_block, t, exact), hooks, slot)
+        return slot, self.next_q(slot_q)
+
+    # ---- role: consumer
+    @cute.jit
+    def consume(self, dev, rings, stores, smem, board):
+        """Consumer warpgroups: wait on Q, K and V, release them, leave O and lse in global memory."""
+        t = self.tile
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        place = Place(wg, cute.arch.make_warp_uniform((tidx % WARPGROUP) // 32), tidx % 32)
+        thr_qk, thr_pv = dev.mma_qk.get_slice(0), dev.mma_pv.get_slice(0)
+        sVt = cute.make_tensor(smem.V.iterator, cute.select(smem.V.layout, mode=[1, 0, 2]))
+        pair = lambda: cute.make_rmem_tensor(2, Float32)
+        hooks = Overlapped(
+            dev.mma_qk,
+            dev.mma_pv,
+            *rings,
+            turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),
+            softmax=Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype]),
+            rQ=dev.mma_qk.make_fragment_A(thr_qk.partition_A(smem.Q)),
+            rK=dev.mma_qk.make_fragment_B(thr_qk.partition_B(smem.K)),
+            rV=dev.mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
+            P=dev.mma_pv.make_fragment_A(thr_pv.partition_shape_A((SLAB, t.tile_n))),
+            O=cute.make_rmem_tensor(thr_pv.partition_shape_C((SLAB, self.headdim_v)), Float32),
+            shape_s=thr_qk.partition_shape_C((SLAB, t.tile_n)),
+            frees_q=t.output != "q",
+        )
+        hooks.turns.start()
+        slot, slot_q, order = first_slot(), first_slot(), self.order(dev)
+        if const_expr(self.dynamic):
+            linear, at, total = cute.arch.block_idx()[0], first_slot(), self.extent(dev).tiles()
+            work = order.work(linear)
+            while linear < total:
+                i, bad = Int32(0), Int32(0)
+                while linear < total and i < ROUND:
+                    slot, slot_q, bad, linear, work = self.consume_tile(
+                        dev, hooks, place, smem, stores, work, slot, slot_q, bad, Int32(0), board, at
+                    )
+                    i, at = i + 1, at.next()
+                if any_of(bad, t.num_consumers) != 0:
+                    for j in cutlass.range(i, unroll=1):
+                        slot, slot_q, bad, _, _ = self.consume_tile(
+                            dev, hooks, place, smem, stores, order.work(board.history[j]), slot, slot_q, bad, Int32(1)
+                        )
+        else:
+            work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
+            while again != 0:
+                slot, slot_q, bad, _, _ = self.consume_tile(
+                    dev, hooks, place, smem, stores, work, slot, slot_q, Int32(0), exact
+                )
+                again = any_of(bad, t.num_consumers) & (exact ^ 1)
+                exact = Int32(1)
+        if const_expr(t.output == "own"):
+            # The last store must have read its slab before the block gives its shared memory back.
+            if place.warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, bad, exact, board=None, at=None):
+        t, band = self.tile, self.band(dev)
+        row = work.m_block * t.tile_m + place.wg * SLAB + place.warp * 16 + place.lane // 4
+        mask = BandMask(band, t.tile_n, self.seqlens(dev), row, 2 * (place.lane % 4))
+        slab = Slot(slot_q.index * t.num_consumers + place.wg, slot_q.phase)
+        m_slab = work.m_block * t.num_consumers + place.wg
+        own = self.segments(dev, m_slab, Slabs(SLAB, t.tile_n), exact)
+        partial = (own.end > own.full_end) | (own.full_begin >= own.end)
+        mask_first = Int32(cutlass.select_(partial, Int32(1), Int32(0)))
+        mine = replace(hooks, mask=mask, mask_first=mask_first, exact=exact, slab=slab)
+        if const_expr(self.traits.mask == "full"):
+            slot = Walk(band).kv(own, mine, slot)
+        else:
+            block = self.segments(dev, work.m_block, t, exact)
+            for _ in cutlass.range(block.end - own.end, unroll=1):
+                slot = mine.skip(slot)
+            slot = Walk(band).kv(own, mine, slot)
+            for _ in cutlass.range(own.begin - block.begin, unroll=1):
+                slot = mine.skip(slot)
+        bad = bad | mine.softmax.overflowed()
+        following, after = board.read(at) if const_expr(board is not None) else (Int32(0), work)
+        self.store(dev, mine, smem, stores, slot, work, row, place)
+        return slot, self.next_q(slot_q), bad, following, after
+
+    @cute.jit
+    def store(self, dev, hooks, smem, stores, slot, work, row, place):
+        """Epilogue of one warpgroup: O by TMA, lse directly. `slot` is the ring slot after the tile's last one."""
+        t = self.tile
+        inverse, lse = hooks.softmax.finish()
+        hooks.softmax.rescale(hooks.O, inverse)
+        if place.lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                if row + 8 * r < dev.mLSE.shape[2]:
+                    dev.mLSE[work.batch, work.head, row + 8 * r] = lse[r]
+        out = cute.make_rmem_tensor_like(hooks.O, self.dtype)
+        to_half(hooks.O, out)
+        together = lambda: cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
+        stage = place.wg
+        if const_expr(t.output == "own"):
+            # The previous store of this slab must have left shared memory before it is overwritten.
+            if place.warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            together()
+            sO = smem.O[None, None, place.wg]
+        elif const_expr(t.output == "q"):
+            # O takes the place of Q, which every warp of this warpgroup must have finished reading.
+            together()
+            sO = smem.O[None, None, place.wg]
+        else:
+            # The first warpgroup takes the stage of the last V but one, which is free earlier, the second the last one.
+            last = slot.before()
+            index = cutlass.select_(place.wg == 0, slot.index, last.index)
+            phase = cutlass.select_(place.wg == 0, slot.phase ^ 1, last.phase)
+            stage = cute.arch.make_warp_uniform(Int32(index))
+            hooks.ring_v.wait_released(Slot(stage, Int32(phase)))
+            sO = cute.make_tensor(smem.V[None, None, stage].iterator, cute.slice_(dev.lay_o, (None, None, 0)).outer)
+        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        slab_mma = hopper.make_trivial_tiled_mma(  # one warpgroup's view, so each addresses its own slab
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (SLAB, self.headdim_v)
+        )
+        thr = cute.make_tiled_copy_C(atom, slab_mma).get_slice(place.warp * 32 + place.lane)
+        cute.copy(atom, thr.retile(out), thr.partition_D(sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        together()
+        gO = cute.local_tile(dev.mO[None, None, work.head, work.batch], (SLAB, self.headdim_v), (None, 0))
+        src, dst = cpasync.tma_partition(
+            dev.tma_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+        )
+        if place.warp == 0:
+            cute.copy(dev.tma_o, src, dst[None, work.m_block * t.num_consumers + place.wg])
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(t.output != "own"):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(t.output != "own"):
+            if place.warp == 0:
+                if const_expr(t.output == "q"):
+                    hooks.ring_q.release(hooks.slab)
+                else:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(stores + stage)

@@ -1,0 +1,164 @@
+"""S = QK^T, P = softmax(S), O += PV as hooks of a walk over KV tiles: one set for the producer, one for a consumer.
+
+Both are frozen dataclasses: what is fixed for a kernel is given once, what belongs to a query tile by `replace`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from ..common.convert import to_half
+from ..common.mask import BandMask
+from ..common.softmax import Softmax
+from .pipeline import Ring, Slot
+
+
+def gemm(tiled_mma, acc, a, b, zero):
+    """Issue and commit one group of matrix products; the caller waits."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)  # a fresh atom: its accumulate flag must not outlive this scope
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in range(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Producer warp. K runs one tile ahead of V, as the consumers want them; Q comes slab by slab, 64 rows each.
+
+    `copy_*` are (TMA atom, partitioned source, partitioned destination).
+    """
+
+    ring_q: Ring
+    ring_k: Ring
+    ring_v: Ring
+    copy_q: tuple
+    copy_k: tuple
+    copy_v: tuple
+    stores: Any  # where O is staged in V's stages: a barrier for each, which its store completes
+    slabs: int
+    # for each query tile
+    slot_q: Slot
+    first_slab: Int32
+    item: Int32  # parity of the query tiles done before
+
+    def copy(self, what, block, stage, barrier):
+        atom, src, dst = what
+        cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier)
+
+    def begin(self, n, slot):
+        self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
+        for w in range(self.slabs):
+            slab = Slot(self.slot_q.index * self.slabs + w, self.slot_q.phase)
+            self.copy(self.copy_q, self.first_slab + w, slab.index, self.ring_q.acquire(slab))
+        return slot
+
+    def load_v(self, n, slot):
+        if self.stores is not None:
+            cute.arch.mbarrier_wait(self.stores + slot.index, self.item ^ 1)
+        self.copy(self.copy_v, n, slot.index, self.ring_v.acquire(slot))
+
+    def step(self, n, slot, masked):
+        following = slot.next()
+        self.copy(self.copy_k, n, following.index, self.ring_k.acquire(following))
+        self.load_v(n + 1, slot)
+        return following
+
+    def drain(self, n, slot):
+        self.load_v(n, slot)
+        return slot.next()
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """Consumer warpgroup: QK of a tile is issued before PV of the previous one."""
+
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    ring_q: Ring
+    ring_k: Ring
+    ring_v: Ring
+    turns: Any
+    softmax: Softmax
+    rQ: cute.Tensor
+    rK: cute.Tensor
+    rV: cute.Tensor
+    P: cute.Tensor
+    O: cute.Tensor
+    shape_s: tuple
+    frees_q: bool  # with its last QK; otherwise the epilogue, which stages O there, gives Q's slab back
+    # for each query tile
+    mask: BandMask | None = None
+    mask_first: Int32 | None = None  # whether the tile that begin takes needs the mask at all
+    exact: Int32 | None = None  # second attempt
+    slab: Slot | None = None  # this warpgroup's 64 rows of Q
+
+    def scores(self, slot):
+        S = cute.make_rmem_tensor(self.shape_s, Float32)
+        gemm(self.mma_qk, S, self.rQ[None, None, None, self.slab.index], self.rK[None, None, None, slot.index], True)
+        return S
+
+    def values(self, slot):
+        gemm(self.mma_pv, self.O, self.P, self.rV[None, None, None, slot.index], False)
+
+    @cute.jit
+    def begin(self, n, slot):
+        self.ring_q.wait(self.slab)
+        self.ring_k.wait(slot)
+        S = self.scores(slot)
+        warpgroup.wait_group(0)
+        self.ring_k.release(slot)
+        if self.mask_first != 0:
+            self.mask.apply(S, n)
+        self.softmax.reset()
+        self.softmax.update(S, self.exact)
+        to_half(S, self.P)
+        self.O.fill(0.0)
+        return slot
+
+    def step(self, n, slot, masked):
+        following = slot.next()
+        self.ring_k.wait(following)
+        self.turns.wait()
+        S = self.scores(following)
+        self.ring_v.wait(slot)
+        self.values(slot)
+        self.turns.pass_on()
+        warpgroup.wait_group(1)
+        self.ring_k.release(following)
+        if masked:
+            self.mask.apply(S, n)
+            alpha = self.softmax.update(S, self.exact)
+        else:
+            self.softmax.update_optimistic(S)
+            self.softmax.settle(S, self.O)
+        warpgroup.wait_group(0)
+        self.ring_v.release(slot)
+        to_half(S, self.P)
+        if masked:
+            self.softmax.rescale(self.O, alpha)
+        return following
+
+    def drain(self, n, slot):
+        if self.frees_q:
+            self.ring_q.release(self.slab)
+        self.ring_v.wait(slot)
+        self.values(slot)
+        warpgroup.wait_group(0)
+        self.ring_v.release(slot)
+        return slot.next()
+
+    def skip(self, slot):
+        """A KV tile that other warpgroups of the block see and this one does not."""
+        self.turns.wait()
+        self.turns.pass_on()
+        self.ring_k.wait(slot)
+        self.ring_k.release(slot)
+        self.ring_v.wait(slot)
+        self.ring_v.release(slot)
+        return slot.next()

@@ -1,0 +1,119 @@
+"""Shared-memory rings fed by TMA, the turns of the consumer warpgroups, and one vote of the whole thread block."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+from flashattn_hopper.spec.tile import WARPGROUP
+
+# Named barriers: 0 belongs to the whole block; epilogues take 1 to 3 (one for each warpgroup), turns 4 to 6, the vote 7.
+EPILOGUE_BARRIER, TURN_BARRIER, VOTE_BARRIER = 1, 4, 7
+
+
+class Slot(NamedTuple):
+    """A place in a two-stage ring: its index, and the phase of its barriers in this lap."""
+
+    index: Int32
+    phase: Int32
+
+    def next(self):
+        return Slot(self.index ^ 1, self.phase ^ self.index)
+
+    def before(self):
+        """The slot that this one is the next of."""
+        return Slot(self.index ^ 1, self.phase ^ self.index ^ 1)
+
+    def again(self):
+        """The next lap of a one-stage ring."""
+        return Slot(self.index, self.phase ^ 1)
+
+
+def first_slot():
+    return Slot(Int32(0), Int32(0))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Full and empty mbarriers of one operand, a pair for each stage. `full` counts TMA bytes."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    num_bytes: int
+
+    def init(self, stages, arrivals):
+        """One thread of the block; `arrivals` consumers release a stage."""
+        for s in range(stages):
+            cute.arch.mbarrier_init(self.full + s, 1)
+            cute.arch.mbarrier_init(self.empty + s, arrivals)
+
+    def acquire(self, slot):
+        """Producer warp: wait until the stage is free, arm it, return the barrier for the copy."""
+        cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot.index, self.num_bytes)
+        return self.full + slot.index
+
+    def wait(self, slot):
+        """Consumer warps: wait until the stage has landed."""
+        cute.arch.mbarrier_wait(self.full + slot.index, slot.phase)
+
+    def wait_released(self, slot):
+        """Wait until every consumer has released this use of the stage."""
+        cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase)
+
+    def release(self, slot):
+        """One arrival for each calling warp."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + slot.index)
+
+
+@dataclass(frozen=True)
+class NoTurns:
+    def start(self): ...
+    def wait(self): ...
+    def pass_on(self): ...
+
+
+@dataclass(frozen=True)
+class PingPong:
+    """Warpgroups take turns issuing their matrix products, so one's softmax runs under the tensor work of the others.
+
+    Invariant: every warpgroup takes as many turns as the others, also for KV tiles that it skips.
+    """
+
+    me: Int32
+    turns: int
+
+    @cute.jit
+    def start(self):
+        if self.me == self.turns - 1:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+
+    def wait(self):
+        cute.arch.barrier(barrier_id=TURN_BARRIER + self.me, number_of_threads=2 * WARPGROUP)
+
+    def pass_on(self):
+        after = cutlass.select_(self.me == self.turns - 1, Int32(0), self.me + 1)
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
+
+
+def any_of(flag, num_consumers):
+    """Consumers and the producer warp agree whether `flag` is set in any of their threads: a barrier that ORs."""
+    vote = Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Int32(flag).ir_value()],
+            "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; barrier.cta.red.or.pred q, %d, %d, p; selp.b32 $0, 1, 0, q; }"
+            % (VOTE_BARRIER, num_consumers * WARPGROUP + 32),
+            "=r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+    return cute.arch.make_warp_uniform(vote)  # uniform control flow keeps TMA coordinates in uniform registers

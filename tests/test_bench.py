@@ -1,0 +1,419 @@
+"""The benchmark harness without a GPU: what a suite asks, what a row says, and what is drawn from it."""
+
+import importlib
+import importlib.util
+import json
+import math
+import pathlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flashattn_hopper.kernels.sm90.specs import FORWARD
+
+from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.problem import Traits
+from flashattn_hopper.spec.tile import FwdTile, Row, TileTable
+
+BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The modules of bench/, which is a folder of scripts and no package."""
+    names = ("suites", "timing", "peers", "record", "plot", "run", "tune", "host")
+    sys.path.insert(0, str(BENCH))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCH))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+# ------------------------------------------------------------------------------------------------------ suites
+def test_forward_suite_holds_tokens_and_hidden_size(bench):
+    cells = bench.suites.SUITES["forward"].cells
+    assert {c.batch * c.seqlen for c in cells} == {16384}
+    swept = [c for c in cells if c.headdim in (64, 128, 256) and c.dtype == "bf16" and c.num_heads_q == c.num_heads_kv]
+    assert {c.headdim * c.num_heads_q for c in swept} == {2048}
+    slugs = {(c.traits.slug, c.seqlen) for c in cells}
+    for headdim in (64, 128, 256):
+        for mask in ("full", "causal"):
+            for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+                assert (f"fwd.bf16.d{headdim}.{mask}", seqlen) in slugs
+    for slug in ("d128.causal.gqa", "d96.full", "d192.causal", "d192x128.full"):
+        assert (f"fwd.bf16.{slug}", 4096) in slugs
+    assert ("fwd.bf16.d128.window", 16384) in slugs and ("fwd.fp16.d128.causal", 4096) in slugs
+    assert all(Traits.parse(c.traits.slug) == c.traits for c in cells)
+
+
+@pytest.mark.parametrize(
+    ("key", "flops"),
+    [
+        ("fwd.bf16.d128.full b1 s16384 h16:16", 2**41),  # 4 * 16 heads * 2^28 pairs * 128
+        ("fwd.bf16.d128.causal b1 s16384 h16:16", 2**40),
+        ("fwd.bf16.d64.full b32 s512 h32:32", 2**36),
+        ("fwd.bf16.d192x128.full b4 s4096 h16:16", 2 * 4 * 16 * 4096**2 * 320),
+        ("fwd.bf16.d128.causal.gqa b4 s4096 h32:8", 4 * 4 * 32 * 4096**2 * 128 / 2),  # query heads count
+        ("fwd.bf16.d128.window b1 s16384 h16:16", 4 * 16 * 128 * (1024 * 1025 // 2 + 15360 * 1024)),
+    ],
+)
+def test_flops_by_hand(bench, key, flops):
+    (cell,) = (c for c in bench.suites.SUITES["forward"].cells if c.key == key)
+    assert cell.flops == flops
+
+
+@pytest.mark.parametrize("band", [Band(), Band(right=0), Band(2, 0), Band(1, 1), Band(None, -2), Band(0, 3)])
+@pytest.mark.parametrize("seqlens", [Seqlens(4, 4), Seqlens(3, 7), Seqlens(7, 3)])
+def test_visible_pairs_is_the_masks_own_count(bench, band, seqlens):
+    kept = sum(bool(band.keep(i, j, seqlens)) for i in range(seqlens.q) for j in range(seqlens.k))
+    assert bench.suites.visible_pairs(band, seqlens) == kept
+
+
+def test_a_window_counts_the_query_itself(bench):
+    assert bench.suites.visible_pairs(bench.suites.window(2), Seqlens(4, 4)) == 1 + 2 + 2 + 2
+
+
+def test_select(bench):
+    suite = bench.suites.SUITES["forward"]
+    assert suite.select() == suite.cells
+    quick = suite.select(quick=True)
+    assert {c.seqlen for c in quick} == {512, 1024, 4096, 16384}
+    assert {c.traits.slug for c in quick} == {c.traits.slug for c in suite.cells}
+    only = suite.select(only="d128.causal b16 s1024")
+    assert [c.key for c in only] == ["fwd.bf16.d128.causal b16 s1024 h16:16"]
+    assert suite.select(only="d999") == ()
+
+
+def test_a_suite_refuses_a_cell_twice_or_of_another_phase(bench):
+    cell = bench.suites.Cell(1, 64, 1, 1, 64, 64)
+    with pytest.raises(ValueError, match="share a key"):
+        bench.suites.Suite("x", "fwd", (cell, cell))
+    with pytest.raises(ValueError, match="another phase"):
+        bench.suites.Suite("x", "bwd", (cell,))
+
+
+# ------------------------------------------------------------------------------------------------------ timing
+def brief(bench, rounds=2):
+    return bench.timing.clock_for(
+        "cpu", bench.timing.Settings(rounds=rounds, warmup_ms=0.01, rep_ms=0.05, rest_s=0.0, flush_bytes=4)
+    )
+
+
+def test_contestants_take_turns_and_the_first_one_changes(bench, monkeypatch):
+    order = []
+    monkeypatch.setattr(bench.timing, "measure", lambda fn, clock: [fn()])
+    calls = {name: (lambda name=name: order.append(name) or 1.0) for name in "abc"}
+    found = bench.timing.interleave(calls, brief(bench, rounds=3))
+    assert "".join(order) == "abcbcacab"
+    assert all(len(t.rounds) == len(t.spans) == 3 for t in found.values())
+
+
+def test_a_contestant_that_breaks_later_is_left_out(bench):
+    left = iter([None])
+
+    def breaks():
+        next(left)
+
+    found = bench.timing.interleave({"good": lambda: None, "bad": breaks}, brief(bench))
+    assert isinstance(found["bad"], StopIteration) and len(found["good"].rounds) == 2
+
+
+def test_median_is_over_rounds_and_percentiles_over_samples(bench):
+    taken = bench.timing.Timing(rounds=[[1.0, 2.0, 3.0], [2.0, 4.0, 9.0], [8.0, 8.0, 8.0]])
+    assert taken.ms == 4.0  # of 2, 4, 8
+    assert taken.percentile(0) == 1.0 and taken.percentile(100) == 9.0 and taken.percentile(50) == 4.0
+    assert bench.timing.percentile([1.0, 2.0], 20) == pytest.approx(1.2)
+    assert bench.timing.tflops(2e12, 4.0) == 500.0
+
+
+# --------------------------------------------------------------------------------------------------- contestants
+def contestant(bench, name, change=lambda out: out):
+    """Exact attention by torch on the CPU, its output then changed."""
+
+    class Fake(bench.peers.Contestant):
+        def native(self, q, k, v, causal=False, window=(None, None), scale=None):
+            left, right = window
+            band = Band(left, 0 if causal else right)
+            seqlens = Seqlens(q.shape[1], k.shape[1])
+            keep = band.keep(torch.arange(seqlens.q)[:, None], torch.arange(seqlens.k), seqlens)
+            q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            out = (q @ k.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~keep, -math.inf).softmax(-1) @ v
+            return change(out.transpose(1, 2).bfloat16())
+
+    made = Fake()
+    made.name = name
+    return made
+
+
+SMALL = {"batch": 2, "seqlen": 40, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 16, "headdim_v": 8}
+
+
+def cell_of(bench, band, **changes):
+    return bench.suites.Cell(**(SMALL | changes), band=band)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(right=0), Band(7, 0)], ids=lambda b: b.kind)
+def test_error_against_float64_sees_every_kind_of_mistake(bench, band):
+    torch.manual_seed(0)
+    cell = cell_of(bench, band)
+    ops = bench.run.operands(cell, "cpu")
+    right = contestant(bench, "right").call(*ops, cell.causal, cell.window_size, cell.softmax_scale)
+    worst, relative = bench.run.forward_error(cell, ops, right, heads=8, rows=16)
+    assert 0 < relative < 5e-3 and 0 < worst < 0.05
+    wrong_heads = right.roll(1, dims=2)
+    assert bench.run.forward_error(cell, ops, wrong_heads)[1] > 0.1
+    wrong_last_row = right.clone()
+    wrong_last_row[:, -1] += 1
+    assert bench.run.forward_error(cell, ops, wrong_last_row)[1] > 0.1
+    nans = right.clone()
+    nans[:, 0] = math.nan
+    assert all(map(math.isnan, bench.run.forward_error(cell, ops, nans)))
+    with pytest.raises(ValueError, match="output of shape"):
+        bench.run.forward_error(cell, ops, right.transpose(1, 2))
+
+
+def broken(out):
+    raise RuntimeError("no such kernel\nsecond line")
+
+
+def test_a_cell_from_measurement_to_file_and_table(bench, tmp_path):
+    torch.manual_seed(0)
+    cell = cell_of(bench, Band(right=0))
+    fakes = [
+        contestant(bench, "ours"),
+        contestant(bench, "fa3"),
+        contestant(bench, "wrong", lambda out: out * 1.5),
+        contestant(bench, "nan", lambda out: out * math.nan),
+        contestant(bench, "broken", broken),
+    ]
+    rows = bench.run.run_cell(
+        cell, fakes, brief(bench), "cpu", ceiling=1e-3, describe=lambda *_: {"kernel": "sm90.forward", "tile": "T"}
+    )
+    ours, fa3, wrong, nan, bad = rows
+    assert ours["slug"] == "fwd.bf16.d16x8.causal.gqa" and (ours["heads"], ours["kv_heads"]) == (4, 2)
+    assert ours["kernel"] == "sm90.forward" and "kernel" not in fa3
+    for row in (ours, fa3):
+        assert 0 < row["p20"] <= row["p80"] and row["ms"] > 0 and row["rel_error"] < 5e-3
+        assert row["tflops"] == pytest.approx(cell.flops / row["ms"] / 1e9, abs=0.06)
+    assert "wrong result: relative error 5.0e-01" in wrong["failed"] and "nan" in nan["failed"]
+    assert bad["failed"] == "RuntimeError: no such kernel"
+    assert not any("tflops" in row for row in (wrong, nan, bad))
+    # Rates this low round to 0.0: give the table numbers to show.
+    ours["tflops"], fa3["tflops"] = 300.0, 240.0
+    results = bench.record.environment("cpu", "abc+dirty") | {"suite": "forward", "rows": rows}
+    path = bench.record.save(results, bench.record.path_for(tmp_path, "NVIDIA H200", "forward"))
+    assert path == tmp_path / "nvidia-h200" / "forward.json"
+    assert bench.record.load(path) == json.loads(json.dumps(results))
+    assert [results["revision"], results["dirty"]] == ["abc", True]
+    line = bench.run.cell_line(rows)
+    assert "ours    300" in line and "ours/best 1.25" in line and "broken: RuntimeError: no such kernel" in line
+    table = bench.run.table(rows)
+    assert table.splitlines()[1].split() == [
+        *("fwd.bf16.d16x8.causal.gqa", "2", "40", "4:2", "300", "240", "–", "–", "–", "1.25")
+    ]
+    assert "geometric mean 1.250, ahead in 1 of 1" in table
+
+
+def test_ours_runs_through_the_public_function(bench):
+    torch.manual_seed(0)
+    for band in (Band(right=0), Band(7, 0)):
+        cell = cell_of(bench, band)
+        (row,) = bench.run.run_cell(cell, [bench.peers.OURS], brief(bench), "cpu", describe=bench.run.ours_ran)
+        assert row["rel_error"] < 1e-2 and row["samples"] >= 2
+        assert (row["kernel"], row["tile"]) == ("reference.forward", None)
+
+
+def test_a_file_is_never_half_written_and_other_schemas_are_refused(bench, tmp_path):
+    path = bench.record.save({"schema": 1, "rows": []}, tmp_path / "x.json")
+    assert bench.record.load(path) == {"schema": 1, "rows": []}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        bench.record.save({"schema": 1, "rows": [{"ms": math.nan}]}, path)
+    assert bench.record.load(path)["rows"] == []
+    path.write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="schema 0"):
+        bench.record.load(path)
+
+
+def test_absent_peers_say_why(bench, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    class Absent(bench.peers.Contestant):
+        name, needs = "fa9", ("no_such_module_fa9",)
+
+    monkeypatch.setitem(bench.peers.PEERS, "fa9", Absent())
+    ready, said = bench.run.contestants_for("cudnn,fa9")
+    assert said["cudnn"] == "unavailable: no CUDA device"
+    assert said["fa9"].startswith("unavailable: import no_such_module_fa9: ModuleNotFoundError")
+    assert not {"cudnn", "fa9"} & {c.name for c in ready}
+    with pytest.raises(ValueError, match="unknown peer fa7; known are cudnn"):
+        bench.peers.parse("fa3,fa7")
+    assert bench.peers.parse("none") == ()
+
+
+def test_without_a_gpu_the_commands_say_so(bench, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.run.main(["forward"]) == 2
+    assert bench.tune.main(["--headdim", "64"]) == 2
+    assert bench.host.main([]) == 2
+    assert capsys.readouterr().err.count("torch sees none here") == 3
+
+
+def test_part_of_a_suite_never_replaces_the_whole(bench):
+    name = bench.run.file_name
+    assert len({name("forward", quick, only) for quick in (False, True) for only in ("", "d64")}) == 4
+    assert name("forward", False, "") == "forward"
+
+
+# ---------------------------------------------------------------------------------------------------------- plot
+@pytest.fixture
+def results_file(bench, tmp_path):
+    """Invented rates: a sweep, one shape beside it, and a peer that failed."""
+    rows = []
+
+    def add(cell, **speeds):
+        for name, rate in speeds.items():
+            row = {"contestant": name, **bench.run.identity(cell)}
+            rows.append(row | ({"tflops": rate} if rate else {"failed": "RuntimeError: no"}))
+
+    for band in (Band(), Band(right=0)):
+        for seqlen, ours, fa3 in ((512, 533.0, 496.0), (4096, 710.4, 740.0)):
+            add(cell_of(bench, band, seqlen=seqlen, num_heads_kv=4, headdim_v=16), ours=ours, fa3=fa3, fa2=300.0)
+    add(cell_of(bench, bench.suites.window(8)), ours=500.0, fa3=None)
+    head = {
+        "suite": "forward",
+        "date": "2026-11-29T10:00:00+00:00",
+        "revision": "abc",
+        "gpu": {"name": "NVIDIA H200"},
+        "versions": {"torch": "2.11", "dsl": "4.8.1"},
+        "contestants": {"ours": "1.0", "fa3": "0.0.3", "fa4": "unavailable: import x"},
+        "ceiling": {"what": "8192³ bf16 product", "tflops": 783.2},
+    }
+    return bench.record.save({"schema": 1, **head, "rows": rows}, tmp_path / "forward.json")
+
+
+def test_plot_is_loaded_by_path_alone(results_file):
+    spec = importlib.util.spec_from_file_location("bench_plot_alone", BENCH / "plot.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert "| 533 / 496 fa3 / **1.07** |" in module.markdown_table(results_file)
+
+
+def test_markdown_table(bench, results_file, capsys):
+    text = bench.plot.markdown_table(results_file)
+    lines = text.splitlines()
+    assert "| dtype | headdim | mask | 512 | 4096 |" in lines
+    assert "| bf16 | 16 | causal | 533 / 496 fa3 / **1.07** | 710 / 740 fa3 / **0.96** |" in lines
+    assert "| bf16 | 16x8 | window gqa (7, 0) | 2 | 40 | 4:2 | 500 / – / – |" in lines
+    assert "NVIDIA H200, 2026-11-29, revision abc:" in lines[0] and "8192³ bf16 product, 783" in lines[0]
+    assert "fa3 0.0.3" in lines[0] and "fa4" not in lines[0]
+    assert bench.plot.main([str(results_file), "--readme"]) == 0
+    assert capsys.readouterr().out == text
+    assert bench.plot.main([str(results_file.with_name("absent.json"))]) == 2
+
+
+def test_figures_are_reproducible_and_keep_text(bench, results_file, tmp_path):
+    pytest.importorskip("matplotlib")
+    first = bench.plot.draw(bench.plot.load(results_file), tmp_path / "a")
+    again = bench.plot.draw(bench.plot.load(results_file), tmp_path / "b")
+    assert [p.name for p in first] == ["forward_16.svg"]
+    svg = first[0].read_text()
+    assert svg == again[0].read_text()
+    for text in ("flashattn_hopper", "FlashAttention-3", "TFLOP/s", ">full<", ">causal<", ">4096<", ">533<", "H200"):
+        assert text in svg, text
+    assert "FlashAttention-4" not in svg
+
+
+# ---------------------------------------------------------------------------------------------------------- tune
+A, B, C = FwdTile(128, 128), FwdTile(192, 80, schedule="dynamic", output="own"), FwdTile(128, 96, ping_pong=False)
+
+
+@pytest.mark.parametrize("value", [A, B, C])
+def test_source_is_code_that_makes_the_tile(bench, value):
+    assert eval(bench.record.source(value)) == value
+
+
+def test_rows_follow_the_winners_and_ignore_noise(bench):
+    speeds = {
+        512: {A: 500.0, B: 400.0, C: 499.0},
+        1024: {A: 600.0, B: 500.0, C: 605.0},  # A is within one per cent: no change of tile
+        4096: {A: 600.0, B: 700.0, C: 650.0},
+        16384: {A: 650.0, B: 740.0, C: 741.0},  # likewise
+    }
+    winners = bench.tune.segments(speeds)
+    assert [seqlen for seqlen, _ in winners] == [512, 4096] and winners[1][1] == B
+    assert winners[0][1] == C  # of two that are good at both lengths, the faster on the whole
+    assert [s for s, _ in bench.tune.segments(speeds, tolerance=0.0)] == [512, 1024, 4096, 16384]
+    traits = Traits("fwd", "bf16", 128, 128, "full")
+    lines = "".join(bench.tune.row_lines(traits, winners))
+    table = TileTable(*eval(f"[{lines}]", {"Row": Row, "FwdTile": FwdTile}))
+    assert [table.find(traits, s) for s in (1, 512, 4095, 4096, 32768)] == [C, C, C, B, B]
+
+
+def test_candidates_begin_with_the_present_table(bench):
+    for row in FORWARD.tiles:
+        traits = Traits("fwd", "bf16", *row.dims, row.masks[0])
+        tiles = bench.tune.candidates(traits)
+        assert tiles[0] == FORWARD.tiles.rows_for(traits)[0].tile
+        assert len(tiles) == len(set(tiles)) > len(FORWARD.tiles.rows_for(traits))
+
+
+@pytest.mark.parametrize("band", [Band(right=0), Band(7, 0)], ids=lambda b: b.kind)
+@pytest.mark.parametrize("tile", [A, B], ids=["grid", "dynamic"])
+def test_launcher_passes_what_the_variant_has(bench, band, tile):
+    cell = cell_of(bench, band)
+    launcher = bench.tune.Launcher(cell.traits, band, num_ctas=132, device="cpu")
+    exact, seen = contestant(bench, "exact"), []
+
+    def function(ops):
+        seen.append(ops)
+        ops.o.copy_(exact.call(ops.q, ops.k, ops.v, cell.causal, cell.window_size, ops.softmax_scale))
+
+    launcher.functions[tile] = function
+    assert bench.tune.check(launcher, tile, cell, "cpu") is None
+    (ops,) = seen
+    assert (ops.window_left, ops.window_right) == ((7, 0) if band.left else (None, None))
+    assert (ops.num_ctas is None) == (ops.tickets is None) == (tile.schedule == "grid")
+    assert ops.lse.shape == (2, 4, 40) and ops.lse.dtype == torch.float32
+    launcher.functions[tile] = lambda ops: ops.o.zero_()
+    assert bench.tune.check(launcher, tile, cell, "cpu").startswith("relative error 1.0e+00")
+
+
+def test_settings_of_tiles_are_read_as_their_type(bench):
+    assert dict(map(bench.tune.setting, ("tile_m=192", "output=own", "schedule=grid"))) == {
+        "tile_m": 192,
+        "output": "own",
+        "schedule": "grid",
+    }
+    with pytest.raises(bench.tune.argparse.ArgumentTypeError):
+        bench.tune.setting("tile_x=3")
+
+
+# ---------------------------------------------------------------------------------------------------------- host
+def test_host_time_counts_calls_not_waits(bench):
+    made, waited = [], []
+    found = bench.host.per_call(lambda: made.append(1), lambda: waited.append(1), calls=50, rounds=4)
+    assert len(made) == 3 + 4 * 50 and len(waited) == 2 * 4
+    assert 0 < found["min_us"] <= found["median_us"] < 1000
+
+
+def test_host_rows_have_both_modes_and_keep_failures(bench):
+    rows = bench.host.eager_calls(
+        [
+            contestant(bench, "ours"),
+            contestant(bench, "detached", torch.Tensor.detach),
+            contestant(bench, "bad", broken),
+        ],
+        "cpu",
+        calls=1,
+        rounds=1,
+    )
+    found = {(row["contestant"], row["mode"]): row for row in rows}
+    assert len(rows) == 6 and found["ours", "graph"]["min_us"] > 0 and found["detached", "no_grad"]["min_us"] > 0
+    assert found["detached", "graph"]["failed"] == "RuntimeError: records no graph"
+    assert found["bad", "no_grad"]["failed"] == "RuntimeError: no such kernel"
+    text = bench.host.report({"calls": rows, "first": {"fresh": {"first_call_s": 3.5}}})
+    assert "first call, fresh: first_call_s 3.5" in text and "us median" in text

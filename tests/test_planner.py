@@ -1,0 +1,348 @@
+"""Which kernel is chosen, why the others are not, and what the runner hands to it. No GPU: kernels are stood in for."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashattn_hopper import planner, runner
+from flashattn_hopper.catalog import CATALOG
+from flashattn_hopper.kernels.common.operands import FwdOperands
+from flashattn_hopper.kernels.sm90 import specs as sm90
+from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Traits
+
+SHAPE = Shape(2, 5, 9, 4, 2)
+D128 = Traits(FWD, "bf16", 128, 128)
+
+
+@pytest.mark.parametrize(
+    "capability, backend, kernel",
+    [
+        ((9, 0), "auto", "sm90.forward"),
+        ((9, 0), "sm90", "sm90.forward"),
+        ((9, 0), "reference", "reference.forward"),
+        ((8, 0), "reference", "reference.forward"),
+        (None, "auto", "reference.forward"),
+        (None, "reference", "reference.forward"),
+    ],
+)
+def test_chosen(capability, backend, kernel):
+    assert planner.plan(D128, capability, backend, SHAPE).spec.name == kernel
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_are_refused_with_every_reason(capability):
+    with pytest.raises(NotImplementedError) as info:
+        planner.plan(D128, capability, "auto", SHAPE)
+    device, message = "sm_%d%d" % capability, str(info.value)
+    assert f"fwd.bf16.d128.full on {device}" in message
+    assert f"sm90.forward: needs sm_90, the tensors are on {device}" in message
+    assert f"reference.forward: runs on {device} only with backend='reference'" in message
+    assert 'backend="reference" runs it' in message
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(headdim=512, headdim_v=512), "at most 256"),
+        (dict(headdim=257, headdim_v=257), "multiples of 8"),
+        (dict(headdim=20, headdim_v=20), "multiples of 8"),
+        (dict(dtype="fp32"), "no fp32"),
+    ],
+)
+def test_hopper_refuses(changes, reason):
+    with pytest.raises(NotImplementedError) as info:
+        planner.plan(replace(D128, **changes), (9, 0), "auto", SHAPE)
+    assert reason in str(info.value) and 'backend="reference"' in str(info.value)
+
+
+def test_fp8_has_no_way_out():
+    with pytest.raises(NotImplementedError) as info:
+        planner.plan(replace(D128, dtype="fp8"), (9, 0), "auto", SHAPE)
+    assert "no fp8" in str(info.value) and 'backend="reference" runs it' not in str(info.value)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sm90", "reference"])
+@pytest.mark.parametrize("capability", [None, (9, 0)])
+def test_every_forward_has_a_backward(backend, capability):
+    chosen = planner.plan(replace(D128, phase=BWD), capability, backend, SHAPE)
+    assert chosen.spec.phase == BWD
+    if backend != "auto" and any(s.phase == BWD and s.backend == backend for s in CATALOG):
+        assert chosen.spec.backend == backend
+
+
+def test_headdim_is_padded_and_features_that_change_nothing_are_dropped():
+    traits = Traits(FWD, "bf16", 72, 72, "causal", gqa=True, deterministic=True)
+    chosen = planner.plan(traits, (9, 0), "auto", SHAPE)
+    assert chosen.traits == Traits(FWD, "bf16", 96, 96, "causal")
+    assert chosen.tile == planner.tile_for(chosen.spec, chosen.traits, SHAPE)
+    assert planner.plan(traits, None, "auto", SHAPE).traits == traits
+
+
+@pytest.mark.parametrize("row", sm90.FORWARD_TILES, ids=lambda row: f"d{row.dims}.{row.masks}.from{row.min_seqlen}")
+def test_every_tile_row_is_reached(row):
+    traits = Traits(FWD, sorted(row.dtypes)[0], *row.dims, row.masks[0])
+    chosen = planner.plan(traits, (9, 0), "auto", replace(SHAPE, seqlen_k=row.min_seqlen))
+    assert chosen.tile == row.tile
+
+
+def test_refusals_name_only_rows_of_the_phase():
+    assert set(planner.refusals(D128, None)) == {"sm90.forward"}
+    assert planner.refusals(replace(D128, phase=BWD), None) == {}
+
+
+def test_capability_of_the_cpu():
+    assert planner.capability_of(torch.device("cpu")) is None
+
+
+# What the runner hands over
+
+
+class Recorder:
+    """Stands in for a compiled kernel."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, operands):
+        self.calls.append(FwdOperands(*operands))
+
+    @property
+    def last(self):
+        return self.calls[-1]
+
+
+def qkv(seqlen_q=5, seqlen_k=9, headdim=64, headdim_v=64, batch=2, heads=4, heads_kv=2):
+    return [
+        torch.ones(batch, s, h, d, dtype=torch.bfloat16)
+        for s, h, d in ((seqlen_q, heads, headdim), (seqlen_k, heads_kv, headdim), (seqlen_k, heads_kv, headdim_v))
+    ]
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A stream that tests can switch, on a device that counts as having 132 multiprocessors."""
+    state = {"handle": 7, "capturing": False}
+    monkeypatch.setattr(planner, "num_sms", lambda device: 132)
+    monkeypatch.setattr(runner, "_raw_stream", lambda index: state["handle"])
+    monkeypatch.setattr(runner, "_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(runner, "_tickets", {})
+    return state
+
+
+def bind(q, k, v, band=Band(), schedule=None):
+    fn = Recorder()
+    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    traits = Traits(FWD, "bf16", q.shape[3], v.shape[3], band.kind)
+    chosen = planner.plan(traits, (9, 0), "auto", shape)
+    if schedule is not None:
+        tile = replace(chosen.tile, schedule=schedule, q_stages=1)
+        chosen = chosen._replace(tile=tile)
+    return fn, runner.bind(fn, chosen, AttentionProblem(traits, shape, band, 0.125), q, k, v)
+
+
+def test_operands_in_order(stream):
+    q, k, v = qkv(headdim=192, headdim_v=128)
+    fn, forward = bind(q, k, v, schedule="grid")
+    out, lse = forward(q, k, v)
+    sent = fn.last
+    assert sent.q is q and sent.k is k and sent.v is v and sent.o is out and sent.lse is lse
+    assert sent[5:] == (0.125, None, None, None, None)
+    assert (out.shape, out.dtype, out.stride()) == ((2, 5, 4, 128), torch.bfloat16, (2560, 512, 128, 1))
+    assert (lse.shape, lse.dtype, lse.stride()) == ((2, 4, 5), torch.float32, (20, 5, 1))
+
+
+def test_a_padded_headdim_does_not_show(stream):
+    q, k, v = qkv(headdim=72, headdim_v=72)
+    fn, forward = bind(q, k, v)
+    assert forward(q, k, v)[0].shape == (2, 5, 4, 72)
+    assert fn.last.q is q
+
+
+@pytest.mark.parametrize(
+    "band, edges",
+    [
+        (Band(3, 0), (3, 0)),
+        (Band(3, None), (3, 14)),
+        (Band(None, 4), (14, 4)),
+        (Band(2**40, 1), (14, 1)),
+        (Band(0, 2**63), (0, 14)),
+        (Band(-(2**40), 5), (-14, 5)),
+    ],
+)
+def test_window_edges_fit_device_integers(stream, band, edges):
+    q, k, v = qkv()
+    fn, forward = bind(q, k, v, band)
+    forward(q, k, v)
+    assert (fn.last.window_left, fn.last.window_right) == edges
+    for q_idx in range(5):  # a clamped edge shows the same keys
+        for kv_idx in range(9):
+            seqlens = Seqlens(5, 9)
+            assert Band(*edges).keep(q_idx, kv_idx, seqlens) == band.keep(q_idx, kv_idx, seqlens)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=["full", "causal"])
+def test_no_edges_without_a_window(stream, band):
+    q, k, v = qkv()
+    fn, forward = bind(q, k, v, band)
+    forward(q, k, v)
+    assert fn.last.window_left is None and fn.last.window_right is None
+
+
+def swapped(t):
+    """The same values stored as (B, H, S, D)."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+READ_IN_PLACE = {
+    "contiguous": lambda t: t,
+    "stored BHSD": swapped,
+    "stored SBHD": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "slice of a packed projection": lambda t: torch.cat([t, t, t], -1)[..., 64:128],
+    "heads expanded": lambda t: t[:, :, :1].expand(-1, -1, t.shape[2], -1),
+    "batch expanded": lambda t: t[:1].expand(t.shape[0], -1, -1, -1),
+    "every second position": lambda t: torch.cat([t, t], 1)[:, ::2],
+}
+COPIED = {
+    "last dimension strided": lambda t: torch.cat([t, t], -1)[..., ::2],
+    "last dimension first": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
+    "rows of 65": lambda t: torch.cat([t, t[..., :1]], -1)[..., :64],
+    "last dimension expanded": lambda t: t[..., :1].expand(-1, -1, -1, 64),
+}
+
+
+@pytest.mark.parametrize("place", range(3), ids="qkv")
+@pytest.mark.parametrize("name", READ_IN_PLACE)
+def test_read_in_place(stream, name, place):
+    operands = qkv()
+    operands[place] = READ_IN_PLACE[name](operands[place])
+    fn, forward = bind(*operands)
+    forward(*operands)
+    assert fn.last[place] is operands[place]
+
+
+@pytest.mark.parametrize("place", range(3), ids="qkv")
+@pytest.mark.parametrize("name", COPIED)
+def test_copied_once(stream, name, place):
+    operands = qkv()
+    operands[place] = COPIED[name](torch.randn_like(operands[place]))
+    fn, forward = bind(*operands)
+    forward(*operands)
+    sent = fn.last[place]
+    assert sent.is_contiguous() and torch.equal(sent, operands[place])
+    assert sent.data_ptr() != operands[place].data_ptr()
+    assert all(fn.last[i] is operands[i] for i in range(3) if i != place)
+    assert runner.layout_note(operands[place]).endswith("copied once")
+
+
+@pytest.mark.parametrize("strides", [(0, 64, 64, 1), (3, 64, 64, 1), (2**45, 64, 7, 1), (320, 64, 1, 1)])
+def test_strides_of_extent_1_mean_nothing(stream, strides):
+    storage = torch.randn(5 * 64).bfloat16()
+    q = storage.as_strided((1, 5, 1, 64), strides)
+    _, k, v = qkv(batch=1, heads_kv=1)
+    fn, forward = bind(q, k, v)
+    forward(q, k, v)
+    sent = fn.last.q
+    assert sent.data_ptr() == q.data_ptr() and torch.equal(sent, q)
+    assert all(step * 2 % 16 == 0 and step * 2 < 2**40 for step in sent.stride()[:-1])
+
+
+def test_base_pointers_are_checked_at_every_call(stream):
+    q, k, v = qkv()
+    fn, forward = bind(q, k, v)
+    base = torch.randn(v.numel() + 8).bfloat16()
+    off = base[1 : 1 + v.numel()].view(v.shape)  # the same strides, 2 bytes further
+    forward(q, k, off)
+    assert fn.last.v.data_ptr() % 16 == 0 and torch.equal(fn.last.v, off)
+    assert fn.last.q is q and fn.last.k is k
+    on = base[8 : 8 + v.numel()].view(v.shape)
+    forward(q, k, on)
+    assert fn.last.v is on
+
+
+def test_tickets_belong_to_a_stream(stream):
+    q, k, v = qkv()
+    fn, forward = bind(q, k, v, schedule="dynamic")
+    forward(q, k, v)
+    first = fn.last.tickets
+    assert fn.last.num_ctas == 132
+    assert (first.shape, first.dtype, first.tolist()) == ((2,), torch.int32, [0, 0])
+    forward(q, k, v)
+    assert fn.last.tickets is first
+    stream["handle"] = 8
+    forward(q, k, v)
+    assert fn.last.tickets is not first
+    stream["handle"] = 7
+    forward(q, k, v)
+    assert fn.last.tickets is first
+
+
+def test_captured_launches_have_tickets_of_their_own(stream):
+    q, k, v = qkv()
+    fn, forward = bind(q, k, v, schedule="dynamic")
+    forward(q, k, v)
+    stream["capturing"] = True
+    forward(q, k, v)
+    forward(q, k, v)
+    eager, *captured = (call.tickets for call in fn.calls)
+    assert len({t.data_ptr() for t in (eager, *captured)}) == 3
+    assert all(t.tolist() == [0, 0] for t in captured)
+    stream["capturing"] = False
+    forward(q, k, v)
+    assert fn.last.tickets is eager
+
+
+# prepare: plan, compile, bind
+
+
+@pytest.fixture
+def hopper(stream, monkeypatch):
+    """CPU tensors planned as if they lay on an H100, with a recorded stand-in for the compiler."""
+    fn, asked = Recorder(), []
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(runner.jit, "compiled", lambda *args: asked.append(args) or fn)
+    return fn, asked
+
+
+def problem(q, k, v, band=Band()):
+    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    return AttentionProblem(Traits(FWD, "bf16", q.shape[3], v.shape[3], band.kind), shape, band, 0.125)
+
+
+def test_prepare_compiles_the_plan(hopper):
+    fn, asked = hopper
+    q, k, v = qkv(headdim=72, headdim_v=72)
+    runner.prepare(problem(q, k, v), "auto", q, k, v)(q, k, v)
+    chosen = planner.plan(problem(q, k, v).traits, (9, 0), "auto", problem(q, k, v).shape)
+    assert asked == [(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)] and len(fn.calls) == 1
+
+
+@pytest.mark.parametrize("sizes", [dict(batch=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(heads=0, heads_kv=0)], ids=str)
+def test_nothing_to_compute_launches_nothing(hopper, sizes):
+    fn, asked = hopper
+    q, k, v = qkv(**sizes)
+    out, lse = runner.prepare(problem(q, k, v), "auto", q, k, v)(q, k, v)
+    assert not asked and not fn.calls
+    assert out.shape == q.shape and out.dtype == q.dtype and not out.any()
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and bool((lse == -float("inf")).all())
+
+
+def test_one_log_line_for_each_kernel(monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_announced", set())
+    q, k, v = qkv()
+    with caplog.at_level(logging.INFO, "flashattn_hopper"):
+        for _ in range(2):
+            runner.prepare(problem(q, k, v), "auto", q, k, v)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "reference.forward runs fwd.bf16.d64.full" in record.message and "needs sm_90" in record.message
+
+
+def test_memo_is_bounded():
+    memo = runner.Memo()
+    for i in range(2 * memo.limit + 1):
+        assert memo.remember(i, str(i)) == str(i)
+        assert len(memo) <= memo.limit
+    assert memo[2 * memo.limit] == str(2 * memo.limit)
