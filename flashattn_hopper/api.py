@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from . import planner, runner
 from .arguments import WORDS, Request, autocast_dtype, check, problem_of, refuse_fp8
-from .ops import FWD, Eager, intercepted, prepared
+from .ops import FWD, Eager, intercepted, prepared, register_sharding_rules
 from .runner import Memo
 from .spec.problem import BWD
 from .spec.tile import FwdTile
@@ -129,6 +129,8 @@ def _eager_call(q, k, v, request: Request):
 
 def _dispatched(q, k, v, request: Request, return_lse):
     refuse_fp8(request)
+    if not is_compiling() and type(q).__module__.startswith("torch.distributed."):
+        register_sharding_rules()
     q, k, v = _cast(q, k, v, request.compute_dtype)
     out, lse = FWD(q, k, v, *_scalars(request))
     if out.dtype != request.out_dtype:

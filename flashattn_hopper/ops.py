@@ -12,6 +12,10 @@ Nothing in the schema varies from step to step: sequence lengths are read from t
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from math import prod
+
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
@@ -120,7 +124,7 @@ torch.library.register_autograd("flashattn_hopper::bwd", _twice, lib=_lib)
 
 
 class Eager(torch.autograd.Function):
-    """The same formula without the dispatcher: a fifth of the host time of a registered operator."""
+    """The same formula without the host time of the dispatcher."""
 
     @staticmethod
     def forward(ctx, q, k, v, problem, backend, forward):
@@ -164,6 +168,49 @@ def intercepted(q, k, v) -> bool:
         or _dispatch_modes() > 0
         or _functorch_level() is not None
     )
+
+
+# Distributed tensors
+
+
+@cache
+def register_sharding_rules() -> None:
+    """Teach DTensor that batch and heads may be sharded; another sharding is gathered first.
+
+    Why lazily: importing torch.distributed.tensor takes longer than importing this package.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def rows(q, k, v):
+        """(placement of a (B, S, H, D) tensor, placement of lse): the same for all operands of a call."""
+        yield Replicate(), Replicate()
+        yield Shard(0), Shard(0)
+        # Trap: uneven chunks of query and of kv heads would pair heads that do not belong together. A dimension
+        # sharded along the sequence may be turned to heads too, so all devices count then.
+        placements = [tuple(zip(t.mesh.shape, t.placements)) for t in (q, k, v)]
+        ways = max(prod(n for n, p in dims if p == Shard(2)) for dims in placements)
+        if ways == 1 or any(p == Shard(1) for dims in placements for _, p in dims):
+            ways = q.mesh.size()
+        if k.shape[2] % ways == 0:
+            yield Shard(2), Shard(1)
+
+    @register_sharding(FWD)
+    def _(q, k, v, *scalars):
+        return [([t, lse], [t, t, t, *(None,) * len(scalars)]) for t, lse in rows(q, k, v)]
+
+    @register_sharding(BWD)
+    def _(dout, dlse, q, k, v, out, lse, *scalars):
+        found = []
+        for t, l in rows(q, k, v):
+            grads = [t if need else Replicate() for need in scalars[-1]]
+            arrived = [None if dout is None else t, None if dlse is None else l]
+            found.append((grads, [*arrived, t, t, t, t, l, *(None,) * len(scalars)]))
+        return found
+
+
+if "torch.distributed.tensor" in sys.modules:
+    register_sharding_rules()
 
 
 # Cost

@@ -172,7 +172,7 @@ def check_forward(
 
     `per_sequence` judges each batch entry by itself, so that a loud one cannot hide a quiet one.
     """
-    mask = dict(causal=causal, window_size=window_size, softmax_scale=softmax_scale)
+    mask = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale}
     return _check({"out": out, "lse": lse}, q, k, v, mask, label, per_sequence)
 
 
@@ -180,7 +180,8 @@ def check_grads(
     grads, q, k, v, dout, dlse=None, *, causal=False, window_size=None, softmax_scale=None, label="", per_sequence=False
 ) -> dict[str, float]:
     """Hold (dq, dk, dv), each possibly None, against float64; multiples of plain PyTorch's error by name."""
-    mask = dict(causal=causal, window_size=window_size, softmax_scale=softmax_scale, dout=dout, dlse=dlse)
+    mask = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale}
+    mask |= {"dout": dout, "dlse": dlse}
     return _check(dict(zip(("dq", "dk", "dv"), grads)), q, k, v, mask, label, per_sequence)
 
 

@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flashattn_hopper.kernels.common.operands import FwdOperands
+from flashattn_hopper.kernels.sm90 import specs as sm90
 
 from flashattn_hopper import planner, runner
 from flashattn_hopper.catalog import CATALOG
-from flashattn_hopper.kernels.common.operands import FwdOperands
-from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Traits
 
 SHAPE = Shape(2, 5, 9, 4, 2)
 D128 = Traits(FWD, "bf16", 128, 128)
+FULL = Band()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_chosen(capability, backend, kernel):
 def test_other_gpus_are_refused_with_every_reason(capability):
     with pytest.raises(NotImplementedError) as info:
         planner.plan(D128, capability, "auto", SHAPE)
-    device, message = "sm_%d%d" % capability, str(info.value)
+    device, message = f"sm_{capability[0]}{capability[1]}", str(info.value)
     assert f"fwd.bf16.d128.full on {device}" in message
     assert f"sm90.forward: needs sm_90, the tensors are on {device}" in message
     assert f"reference.forward: runs on {device} only with backend='reference'" in message
@@ -46,10 +47,10 @@ def test_other_gpus_are_refused_with_every_reason(capability):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(headdim=512, headdim_v=512), "at most 256"),
-        (dict(headdim=257, headdim_v=257), "multiples of 8"),
-        (dict(headdim=20, headdim_v=20), "multiples of 8"),
-        (dict(dtype="fp32"), "no fp32"),
+        ({"headdim": 512, "headdim_v": 512}, "at most 256"),
+        ({"headdim": 257, "headdim_v": 257}, "multiples of 8"),
+        ({"headdim": 20, "headdim_v": 20}, "multiples of 8"),
+        ({"dtype": "fp32"}, "no fp32"),
     ],
 )
 def test_hopper_refuses(changes, reason):
@@ -132,7 +133,7 @@ def stream(monkeypatch):
     return state
 
 
-def bind(q, k, v, band=Band(), schedule=None):
+def bind(q, k, v, band=FULL, schedule=None):
     fn = Recorder()
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     traits = Traits(FWD, "bf16", q.shape[3], v.shape[3], band.kind)
@@ -306,7 +307,7 @@ def hopper(stream, monkeypatch):
     return fn, asked
 
 
-def problem(q, k, v, band=Band()):
+def problem(q, k, v, band=FULL):
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     return AttentionProblem(Traits(FWD, "bf16", q.shape[3], v.shape[3], band.kind), shape, band, 0.125)
 
@@ -319,7 +320,9 @@ def test_prepare_compiles_the_plan(hopper):
     assert asked == [(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)] and len(fn.calls) == 1
 
 
-@pytest.mark.parametrize("sizes", [dict(batch=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(heads=0, heads_kv=0)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads": 0, "heads_kv": 0}], ids=str
+)
 def test_nothing_to_compute_launches_nothing(hopper, sizes):
     fn, asked = hopper
     q, k, v = qkv(**sizes)
@@ -346,3 +349,38 @@ def test_memo_is_bounded():
         assert memo.remember(i, str(i)) == str(i)
         assert len(memo) <= memo.limit
     assert memo[2 * memo.limit] == str(2 * memo.limit)
+
+
+class Elsewhere:
+    """What the runner reads of a tensor, said to lie on cuda:1."""
+
+    def __init__(self, like):
+        self.shape, self.dtype, self.device = like.shape, like.dtype, torch.device("cuda", 1)
+        self.stride, self.element_size, self.data_ptr = like.stride, like.element_size, lambda: 512
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(stream, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    current, seen = [0], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(runner, "_current_device", lambda: current[0])
+    operands = [Elsewhere(t) for t in qkv()]
+    fn, forward = bind(*operands)
+    fn_call = fn.__call__
+    monkeypatch.setattr(Recorder, "__call__", lambda self, ops: (seen.append(current[0]), fn_call.__func__(self, ops)))
+    with FakeTensorMode():
+        out, lse = forward(*operands)
+    assert seen == [1] and current == [0]
+    assert out.device == lse.device == fn.last.tickets.device == torch.device("cuda", 1)

@@ -206,9 +206,9 @@ def test_captured_batch_is_what_layer_0_saw(corpus):
 def test_errors_of_a_run(outcome):
     assert [row.name for row in outcome.errors] == list(Grads._fields)
     for row in outcome.errors:
-        assert 0 < row.ours_max < 1e-4 * row.scale * 100
+        assert 0 < row.ours_max < 1e-3 * row.scale
         assert row.ours_rms <= row.ours_max
-        assert row.ratio_rms < 4
+        assert row.ratio_rms < 6  # the backward recomputes the probabilities from lse: one more rounding
 
 
 def test_errors_tell_a_wrong_attention():

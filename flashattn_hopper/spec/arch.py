@@ -28,4 +28,4 @@ CPU = "cpu"
 
 def device_word(capability: tuple[int, int] | None) -> str:
     """How messages name a device: `cpu`, or its compute capability as `sm_90`."""
-    return CPU if capability is None else "sm_%d%d" % capability
+    return CPU if capability is None else "sm_{}{}".format(*capability)

@@ -61,11 +61,12 @@ class KernelSpec:
         if missing:
             return f"no {', '.join(sorted(missing))}"
         if self.headdims is not None:
+            asked = f"headdim {traits.headdim}, headdim_v {traits.headdim_v}"
             if traits.headdim % self.multiple or traits.headdim_v % self.multiple:
-                return f"headdim {traits.headdim}, headdim_v {traits.headdim_v}: both must be multiples of {self.multiple}"
+                return f"{asked}: both must be multiples of {self.multiple}"
             if self.padded(traits) is None:
                 top = max(self.headdims)
-                return f"headdim {traits.headdim}, headdim_v {traits.headdim_v}: at most {top[0]} and {top[1]}"
+                return f"{asked}: at most {top[0]} and {top[1]}"
         return None
 
     def padded(self, traits: Traits) -> Traits | None:

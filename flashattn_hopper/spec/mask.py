@@ -16,7 +16,7 @@ class Seqlens(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Tiles `[begin, end)` that one tile of the other operand visits; those in `[full_begin, full_end)` need no mask."""
+    """Tiles `[begin, end)` that one tile of the other operand visits; `[full_begin, full_end)` of them need no mask."""
 
     begin: Any
     full_begin: Any

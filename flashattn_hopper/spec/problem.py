@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from .mask import Band, Seqlens
 
@@ -47,13 +47,16 @@ class Traits:
 
     @classmethod
     def parse(cls, slug: str) -> Traits:
-        """The traits that a slug names."""
-        phase, dtype, dims, mask, *features = slug.split(".")
-        headdim, _, headdim_v = dims.removeprefix("d").partition("x")
-        known = {f.name for f in fields(cls)}
-        if not dims.startswith("d") or not set(features) <= known:
-            raise ValueError(f"{slug!r} is not a traits slug")
-        return cls(phase, dtype, int(headdim), int(headdim_v or headdim), mask, **dict.fromkeys(features, True))
+        """The traits that a slug names. Raises ValueError for any other text."""
+        try:
+            phase, dtype, dims, mask, *features = slug.split(".")
+            headdim, _, headdim_v = dims.removeprefix("d").partition("x")
+            traits = cls(phase, dtype, int(headdim), int(headdim_v or headdim), mask, **dict.fromkeys(features, True))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{slug!r} is not a traits slug: {error}") from None
+        if traits.slug != slug:
+            raise ValueError(f"{slug!r} is not a traits slug; {traits.slug!r} is")
+        return traits
 
 
 @dataclass(frozen=True)

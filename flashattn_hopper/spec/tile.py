@@ -37,10 +37,10 @@ class FwdTile:
         self._require(self.q_stages in (1, 2), "q_stages", "1 or 2")
         self._require(self.schedule in ("grid", "dynamic"), "schedule", "'grid' or 'dynamic'")
         self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
-        self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: one stage of V each")
-        self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: a stage holds 64 rows")
-        self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which ends Q's prefetch")
-        self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for schedule='grid': there is no next tile")
+        self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: a stage each")
+        self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")
+        self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which bars a prefetch")
+        self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for 'grid': no next tile")
 
     def _require(self, ok, field, allowed):
         if not ok:

@@ -83,6 +83,10 @@ class Display:
         if not console.is_terminal and outcome.val and outcome.val[-1][0] == done:
             console.print(f"step {done} of {outcome.config.steps}: {losses}")  # a bar is no use in a log file
 
+    def stop(self):
+        if self.progress.live.is_started:
+            self.progress.stop()
+
 
 @app.command()
 def train(
@@ -128,7 +132,7 @@ def train(
     except NotImplementedError as error:
         raise _refuse(error) from error
     finally:
-        display.progress.stop()
+        display.stop()
     console.print(report.summary(outcome))
     console.print(report.errors(outcome))
     for path in report.write(outcome):

@@ -16,7 +16,7 @@ PRECISIONS = ("auto", "fp16", "bf16", "fp8")
 ATTENTIONS = ("hopper", "sdpa")
 
 DEFAULTS: dict[str, dict] = {
-    "cpu": {"steps": 250, "seqlen": 256, "batch": 8, "layers": 4, "dim": 192, "heads": 3, "kv_heads": 1, "lr": 3e-3},
+    "cpu": {"steps": 300, "seqlen": 256, "batch": 8, "layers": 4, "dim": 192, "heads": 3, "kv_heads": 1, "lr": 3e-3},
     "cuda": {"steps": 300, "seqlen": 1024, "batch": 16, "layers": 8, "dim": 768, "heads": 6, "kv_heads": 2, "lr": 1e-3},
 }
 

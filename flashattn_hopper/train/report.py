@@ -32,13 +32,13 @@ def summary(outcome: Outcome) -> Table:
 def errors(outcome: Outcome) -> Table:
     """Errors of layer 0's attention against float64, ours beside plain PyTorch's."""
     config = outcome.config
-    name = {"hopper": "hopper_attention", "sdpa": "torch sdpa"}[config.attention]
+    name = {"hopper": "hopper_attention", "sdpa": "torch's scaled_dot_product_attention"}[config.attention]
     table = Table(
-        title=f"layer 0's attention on a validation batch after training, {str(config.dtype).split('.')[-1]}:\n"
-        "distance from float64 (plain: matmul, softmax, matmul in the same dtype)",
+        title=f"{name} in {config.precision}, layer 0 on a validation batch after training:\n"
+        "distance from float64, beside that of plain PyTorch (matmul, softmax, matmul) in the same dtype",
         title_justify="left",
     )
-    for column in ("", "typical size", f"{name} max", "plain max", "ratio", f"{name} rms", "plain rms", "ratio"):
+    for column in ("", "typical size", "max error", "plain's", "ratio", "rms error", "plain's", "ratio"):
         table.add_column(column, justify="right" if column else "left")
     for row in outcome.errors:
         cells = (row.scale, row.ours_max, row.plain_max), (row.ours_rms, row.plain_rms)

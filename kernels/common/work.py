@@ -7,8 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-# K and V of the heads that are worked on at the same time should stay in L2 (50 MB on H100 and H200, shared with Q and O).
-L2_BUDGET = 40 << 20
+import os
+# What K and V of the heads that are worked on at the same time may fill of the L2 cache.
+L2_BUDGET = int(os.environ.get("CUTE_DSL_FAH_L2", "32")) << 20
 
 
 class DeviceArith:
@@ -64,26 +65,31 @@ class InOrder:
 class LongestFirst:
     """For masks that end at the diagonal: the last, longest query tiles of a section of heads first.
 
-    A section is as many heads as fit their K and V in L2; within it the order is m_block major, so that the tail of
-    the launch consists of short tiles.
+    A section is as many heads as keep their K and V in L2; within it the order is m_block major, so that it ends with
+    short tiles. Sections are equally wide: a narrow last one would start long tiles when the others run out of work.
     """
 
     extent: Extent
-    bytes_per_key: int
+    section: Int32
 
     @cute.jit
     def work(self, linear):
         e = self.extent
-        per_head = cutlass.min(e.seqlen_k, Int32(1 << 20)) * self.bytes_per_key
-        total = e.heads * e.batch
-        section = cutlass.max(cutlass.min(Int32(L2_BUDGET) // cutlass.max(per_head, 1), total), 1)
-        s = linear // (section * e.m_blocks)
-        inner = linear - s * (section * e.m_blocks)
-        width = cutlass.min(section, total - s * section)
+        s = linear // (self.section * e.m_blocks)
+        inner = linear - s * (self.section * e.m_blocks)
+        width = cutlass.min(self.section, e.heads * e.batch - s * self.section)
         m = inner // width
-        head_batch = s * section + inner - m * width
+        head_batch = s * self.section + inner - m * width
         batch = head_batch // e.heads
         return Work(e.m_blocks - 1 - m, head_batch - batch * e.heads, batch)
+
+
+def longest_first(extent, bytes_per_key):
+    per_head = cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key
+    total = cutlass.max(extent.heads * extent.batch, 1)
+    widest = cutlass.max(Int32(L2_BUDGET) // cutlass.max(per_head, 1), 1)
+    sections = (total + widest - 1) // widest
+    return LongestFirst(extent, (total + sections - 1) // sections)
 
 
 @dataclass(frozen=True)
@@ -98,4 +104,4 @@ class HeadMap:
 
 def order_of(mask: str, extent: Extent, bytes_per_key: int):
     """The order part for a mask kind: windows are equally long everywhere but at the start."""
-    return LongestFirst(extent, bytes_per_key) if const_expr(mask == "causal") else InOrder(extent)
+    return longest_first(extent, bytes_per_key) if const_expr(mask == "causal") else InOrder(extent)
