@@ -69,8 +69,9 @@ lint: $(STAMP) ## ruff, and the layer contracts of pyproject.toml
 	$(PY) -m ruff format --check .
 	@rm -rf build/lib build/bdist.* $(STAGE)
 	@$(PIP) --quiet install --no-deps --no-index --no-build-isolation --no-compile --target $(STAGE) .
-	cd $(STAGE) && PYTHONPATH=. $(abspath $(PY)) -c 'from importlinter.cli import lint_imports_command as main; main()' \
-	  --config $(CURDIR)/pyproject.toml --no-cache
+	@cp pyproject.toml $(STAGE)
+	cd $(STAGE) && PYTHONPATH=. $(if $(VENV),$(abspath $(PY)),$(PY)) \
+	  -c 'from importlinter.cli import lint_imports_command as main; main()' --no-cache
 
 bench: $(STAMP) ## measure: make bench ARGS="forward --quick" (needs a Hopper GPU)
 	$(PY) bench/run.py $(ARGS)

@@ -21,9 +21,9 @@ import run
 import suites
 import timing
 import torch
+
 from flashattn_hopper.kernels.common.operands import FwdOperands
 from flashattn_hopper.kernels.sm90.specs import FORWARD
-
 from flashattn_hopper.spec.problem import FWD, Traits
 from flashattn_hopper.spec.tile import FwdTile, Row
 
@@ -64,13 +64,13 @@ class Launcher:
             q,
             k,
             v,
-            out,
-            lse,
+            out.data_ptr(),
+            lse.data_ptr(),
             self.traits.headdim**-0.5,
             window_left=self.band.left if window else None,
             window_right=self.band.right if window else None,
             num_ctas=self.num_ctas if dynamic else None,
-            tickets=self.tickets if dynamic else None,
+            tickets=self.tickets.data_ptr() if dynamic else None,
         )
 
 

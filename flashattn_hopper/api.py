@@ -101,7 +101,7 @@ def hopper_attention(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = Eager.apply(q, k, v, problem, backend, forward)
     else:
-        out, lse = forward(q, k, v)
+        out, lse = forward(q, k, v, return_lse)
     if out_dtype is not None:
         out = out.to(out_dtype)
     return (out, lse) if return_lse else out

@@ -18,7 +18,7 @@ from .spec.problem import BWD, AttentionProblem
 
 logger = logging.getLogger("flashattn_hopper")
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
 
 ALIGNMENT = 16  # bytes: base pointers and strides of a tensor that TMA reads
 MAX_STRIDE = 2**40  # bytes
@@ -26,7 +26,10 @@ MAX_STRIDE = 2**40  # bytes
 # Private names of torch, absent from builds without CUDA.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
-_capturing = torch.cuda.is_current_stream_capturing
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+# A torch.empty for the current device, which inductor calls from its generated code: a third of the host time.
+_empty_strided = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided = getattr(_empty_strided, "_empty_strided_cuda", None) if torch.backends.cuda.is_built() else None
 
 
 class Memo(dict):
@@ -45,7 +48,7 @@ def prepare(problem: AttentionProblem, backend: str, q, k, v) -> Forward:
     """The forward of every call that agrees with this one in problem, strides, dtypes and device.
 
     It maps q, k, v (of the problem's dtype) to out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), both contiguous, lse in
-    float32 (float64 for float64 inputs). No tensor is kept.
+    float32 (float64 for float64 inputs). With `want_lse=False` lse may be None. No tensor is kept.
 
     Raises: NotImplementedError where no kernel runs the problem.
     """
@@ -86,22 +89,37 @@ def bind(fn, chosen: planner.Plan, problem: AttentionProblem, q, k, v) -> Forwar
     fix_q, fix_k, fix_v = layouts
     any_fix = layouts != [None, None, None]
     elsewhere = device.index if device.type == "cuda" else None
-    empty, float32 = torch.empty, torch.float32
+    new_out = _allocator(out_shape, dtype, device)
+    new_lse = _allocator(lse_shape, torch.float32, device)
 
-    def forward(q, k, v):
+    def forward(q, k, v, want_lse=True):
         if elsewhere is not None and _current_device() != elsewhere:
             with torch.cuda.device(elsewhere):
-                return forward(q, k, v)
+                return forward(q, k, v, want_lse)
         if any_fix:
             q, k, v = _laid_out(q, fix_q), _laid_out(k, fix_k), _laid_out(v, fix_v)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        out = empty(out_shape, dtype=dtype, device=device)
-        lse = empty(lse_shape, dtype=float32, device=device)
-        fn((q, k, v, out, lse, scale, left, right, num_ctas, tickets(device) if dynamic else None))
+        out = new_out()
+        lse = new_lse() if want_lse else None
+        counters = tickets(device) if dynamic else None
+        fn(
+            (
+                q, k, v, out.data_ptr(), lse.data_ptr() if want_lse else 0, scale, left, right,
+                num_ctas, counters.data_ptr() if dynamic else None,
+            )
+        )  # fmt: skip
         return out, lse
 
     return forward
+
+
+def _allocator(shape, dtype, device):
+    """A function that allocates this contiguous tensor; on CUDA, on the current device, which is `device`."""
+    if device.type == "cuda" and _empty_strided is not None:
+        strides = torch.empty(shape, device="meta").stride()
+        return lambda: _empty_strided(shape, strides, dtype)
+    return lambda: torch.empty(shape, dtype=dtype, device=device)
 
 
 def window_edges(band: Band, seqlens: Seqlens) -> tuple[int, int]:
@@ -169,13 +187,17 @@ def tickets(device: torch.device) -> torch.Tensor:
     Invariant: two launches that may overlap never share counters. Launches on one stream do not overlap; two graphs
     captured on one stream may be replayed side by side, so a captured launch gets counters of its own.
     """
-    if _capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
+    if _capturing is not None and _capturing():
+        return _new_counters(device)
     key = (device.index, _raw_stream(device.index))
     counters = _tickets.get(key)
     if counters is None:
-        counters = _tickets.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
+        counters = _tickets.setdefault(key, _new_counters(device))
     return counters
+
+
+def _new_counters(device):
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 # Calls without a compiled kernel
@@ -184,7 +206,7 @@ def tickets(device: torch.device) -> torch.Tensor:
 def _in_pytorch(spec, problem):
     entry, band, scale = _entry(spec), problem.band, problem.softmax_scale
 
-    def forward(q, k, v):
+    def forward(q, k, v, want_lse=True):
         return entry(q, k, v, band, scale)
 
     return forward
@@ -196,7 +218,7 @@ def _without_keys(problem, dtype, device):
     out_shape = (shape.batch, shape.seqlen_q, shape.num_heads_q, problem.traits.headdim_v)
     lse_shape = (shape.batch, shape.num_heads_q, shape.seqlen_q)
 
-    def forward(q, k, v):
+    def forward(q, k, v, want_lse=True):
         lse = torch.full(lse_shape, -float("inf"), dtype=torch.float32, device=device)
         return torch.zeros(out_shape, dtype=dtype, device=device), lse
 

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from flashattn_hopper.kernels.common.operands import FwdOperands
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn_hopper import SAC_SAVE_OPS, hopper_attention, ops, runner
+from flashattn_hopper.kernels.common.operands import FwdOperands
 from flashattn_hopper.spec.mask import Band, Seqlens
 
 SCALARS = (0.25, None, 0, False, "auto")

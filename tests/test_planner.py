@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flashattn_hopper.kernels.common.operands import FwdOperands
-from flashattn_hopper.kernels.sm90 import specs as sm90
 
 from flashattn_hopper import planner, runner
 from flashattn_hopper.catalog import CATALOG
+from flashattn_hopper.kernels.common.operands import FwdOperands
+from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Traits
 
@@ -130,6 +130,9 @@ def stream(monkeypatch):
     monkeypatch.setattr(runner, "_raw_stream", lambda index: state["handle"])
     monkeypatch.setattr(runner, "_capturing", lambda: state["capturing"])
     monkeypatch.setattr(runner, "_tickets", {})
+    state["counters"] = made = []
+    new = runner._new_counters
+    monkeypatch.setattr(runner, "_new_counters", lambda device: made.append(new(device)) or made[-1])
     return state
 
 
@@ -149,10 +152,11 @@ def test_operands_in_order(stream):
     fn, forward = bind(q, k, v, schedule="grid")
     out, lse = forward(q, k, v)
     sent = fn.last
-    assert sent.q is q and sent.k is k and sent.v is v and sent.o is out and sent.lse is lse
+    assert sent.q is q and sent.k is k and sent.v is v and (sent.o, sent.lse) == (out.data_ptr(), lse.data_ptr())
     assert sent[5:] == (0.125, None, None, None, None)
     assert (out.shape, out.dtype, out.stride()) == ((2, 5, 4, 128), torch.bfloat16, (2560, 512, 128, 1))
     assert (lse.shape, lse.dtype, lse.stride()) == ((2, 4, 5), torch.float32, (20, 5, 1))
+    assert forward(q, k, v, want_lse=False)[1] is None and fn.last.lse == 0
 
 
 def test_a_padded_headdim_does_not_show(stream):
@@ -269,15 +273,17 @@ def test_tickets_belong_to_a_stream(stream):
     forward(q, k, v)
     first = fn.last.tickets
     assert fn.last.num_ctas == 132
-    assert (first.shape, first.dtype, first.tolist()) == ((2,), torch.int32, [0, 0])
+    (counters,) = stream["counters"]
+    assert first == counters.data_ptr()
+    assert (counters.shape, counters.dtype, counters.tolist()) == ((2,), torch.int32, [0, 0])
     forward(q, k, v)
-    assert fn.last.tickets is first
+    assert fn.last.tickets == first
     stream["handle"] = 8
     forward(q, k, v)
-    assert fn.last.tickets is not first
+    assert fn.last.tickets != first
     stream["handle"] = 7
     forward(q, k, v)
-    assert fn.last.tickets is first
+    assert fn.last.tickets == first and len(stream["counters"]) == 2
 
 
 def test_captured_launches_have_tickets_of_their_own(stream):
@@ -288,11 +294,12 @@ def test_captured_launches_have_tickets_of_their_own(stream):
     forward(q, k, v)
     forward(q, k, v)
     eager, *captured = (call.tickets for call in fn.calls)
-    assert len({t.data_ptr() for t in (eager, *captured)}) == 3
-    assert all(t.tolist() == [0, 0] for t in captured)
+    assert len({eager, *captured}) == 3
+    assert captured == [t.data_ptr() for t in stream["counters"][1:]]
+    assert all(t.tolist() == [0, 0] for t in stream["counters"])
     stream["capturing"] = False
     forward(q, k, v)
-    assert fn.last.tickets is eager
+    assert fn.last.tickets == eager
 
 
 # prepare: plan, compile, bind
@@ -360,8 +367,6 @@ class Elsewhere:
 
 
 def test_a_launch_runs_on_the_device_of_its_tensors(stream, monkeypatch):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     current, seen = [0], []
 
     class Device:
@@ -376,11 +381,14 @@ def test_a_launch_runs_on_the_device_of_its_tensors(stream, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(runner, "_current_device", lambda: current[0])
+    allocated = []  # devices; a tensor that claims to be elsewhere has no address to send
+    allocator = lambda shape, dtype, device: lambda: allocated.append(device) or torch.empty(shape, dtype=dtype)
+    monkeypatch.setattr(runner, "_allocator", allocator)
+    monkeypatch.setattr(runner, "_new_counters", lambda device: allocator((2,), torch.int32, device)())
     operands = [Elsewhere(t) for t in qkv()]
     fn, forward = bind(*operands)
     fn_call = fn.__call__
     monkeypatch.setattr(Recorder, "__call__", lambda self, ops: (seen.append(current[0]), fn_call.__func__(self, ops)))
-    with FakeTensorMode():
-        out, lse = forward(*operands)
+    forward(*operands)
     assert seen == [1] and current == [0]
-    assert out.device == lse.device == fn.last.tickets.device == torch.device("cuda", 1)
+    assert allocated == [torch.device("cuda", 1)] * 3

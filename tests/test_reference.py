@@ -367,6 +367,17 @@ def test_incoming_gradients_that_are_not_finite(value):
     check_grads(run(q, k, v, dout, dlse, causal=True)[2], q, k, v, dout, dlse, causal=True)
 
 
+def test_keys_at_minus_infinity_count_as_not_seen():
+    """A finite query has logit -inf with them: weight 0, so v gets gradient 0, while 0 * inf makes dq NaN."""
+    q, k, v, dout, dlse = inputs(5, 9, (2, 2), (8, 8), torch.float32)
+    q, k = q.abs(), torch.zeros_like(k)
+    k[..., 0] = -INF
+    out, lse, grads = run(q, k, v, dout, dlse)
+    assert out.count_nonzero() == 0 and bool(lse.isneginf().all()) and grads[2].count_nonzero() == 0
+    check_forward(out, lse, q, k, v)
+    check_grads(grads, q, k, v, dout, dlse)
+
+
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("logit", (-128.0, -2e4, 2e4))

@@ -129,7 +129,7 @@ def train(
     display = Display(config)
     try:
         outcome = run_job(config, on_start=display.start, on_step=display.step)
-    except NotImplementedError as error:
+    except (NotImplementedError, ImportError) as error:  # not offered; or the GPU kernels' compiler is missing
         raise _refuse(error) from error
     finally:
         display.stop()
@@ -172,7 +172,7 @@ def explain(
     try:
         q, k, v = (torch.empty(batch, *shape, dtype=DTYPES[dtype.value], device=where) for shape in shapes)
         console.print(str(flashattn_hopper.explain(q, k, v, **options)), markup=False, soft_wrap=True)
-    except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:  # NotImplementedError is a RuntimeError
         raise _refuse(error) from error
 
 

@@ -37,8 +37,10 @@ def errors(outcome: Outcome) -> Table:
         title=f"{name} in {config.precision}, layer 0 on a validation batch after training:\n"
         "distance from float64, beside that of plain PyTorch (matmul, softmax, matmul) in the same dtype",
         title_justify="left",
+        caption="size, rms: root mean square over the tensor",
+        caption_justify="left",
     )
-    for column in ("", "typical size", "max error", "plain's", "ratio", "rms error", "plain's", "ratio"):
+    for column in ("", "size", "max error", "plain's", "ratio", "rms error", "plain's", "ratio"):
         table.add_column(column, justify="right" if column else "left")
     for row in outcome.errors:
         cells = (row.scale, row.ours_max, row.plain_max), (row.ours_rms, row.plain_rms)

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from .work import Work
 
-# Tiles that a block does before its roles agree whether one of them needs a second attempt; the board remembers as many.
+# Tiles that a block does before its roles agree whether one of them needs a second attempt; the board remembers them.
 ROUND = 128
 
 
@@ -22,7 +22,7 @@ class Board:
 
     ring: object  # Ring of two slots, released once by each consumer warp
     next: cute.Tensor  # shared, (2 slots, linear index + Work)
-    history: cute.Tensor  # shared, (ROUND,): linear indices of this round's tiles
+    history: cute.Tensor  # shared, (ROUND,): linear indices of this round's tiles, complemented where one must be redone
     tickets: cute.Tensor
 
     @cute.jit
@@ -51,6 +51,21 @@ class Board:
         cute.arch.sync_warp()
         self.ring.release(slot)
         return following, Work(m_block, head, batch)
+
+    @cute.jit
+    def mark(self, i, linear, bad):
+        """Consumer threads, after `read`: tile i of the round needs a second attempt.
+
+        Why not the whole round: which tiles share one depends on timing, and the two attempts round differently, so
+        results would not repeat bit by bit.
+        """
+        if bad != 0:
+            self.history[i] = -1 - linear
+
+    def marked(self, i):
+        """After the vote: (whether tile i of the round must be redone, its linear index)."""
+        code = cute.arch.make_warp_uniform(self.history[i])
+        return code < 0, -1 - code
 
     @cute.jit
     def close(self):

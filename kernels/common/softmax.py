@@ -63,30 +63,34 @@ class Softmax:
     def update(self, S, exact):
         """Scores to probabilities in place, with the maximum of this tile; returns the two factors for O.
 
-        `exact` subtracts the tile's maximum before scaling, which cancels at any magnitude.
+        `exact` keeps the bias in units of the scores and scales after subtracting, which cancels at any magnitude.
         """
         size = const_expr(cute.size(S))
         alpha = cute.make_rmem_tensor(2, Float32)
         use = cute.make_rmem_tensor(2, Float32)
-        anchor = cute.make_rmem_tensor(2, Float32)
+        before, after = self.units(exact)
         for r in cutlass.range_constexpr(2):
             top = quad(cute.arch.fmax, tree(cute.arch.fmax, [S[i] for i in row_of(size, r)]))
             old = self.bias[r]
-            new = cute.arch.fmax(old, top * self.scale_log2)
+            new = cute.arch.fmax(old, top * before)
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             use[r] = new
-            anchor[r] = cutlass.select_(top == -math.inf, Float32(0.0), top)
-            alpha[r] = cute.arch.exp2(old - new)
+            alpha[r] = cute.arch.exp2((old - new) * after)
         if exact != 0:
-            for r in cutlass.range_constexpr(2):
-                rest = use[r] - anchor[r] * self.scale_log2
-                for i in row_of(size, r):
-                    S[i] = (S[i] - anchor[r]) * self.scale_log2 - rest
+            for i in cutlass.range_constexpr(size):
+                S[i] = (S[i] - use[(i // 2) % 2]) * self.scale_log2
         else:
             self.shift(S, use)
         self.exponentiate(S, alpha)
         return alpha
+
+    def units(self, exact):
+        """What scores are multiplied by before a bias is subtracted and after it: the scale is in one of the places."""
+        one = Float32(1.0)
+        return [
+            Float32(cutlass.select_(exact != 0, *pair)) for pair in ((one, self.scale_log2), (self.scale_log2, one))
+        ]
 
     def update_optimistic(self, S):
         """As update, with the biases left alone: no maximum to wait for. Follow with `settle`."""
@@ -130,7 +134,7 @@ class Softmax:
             self.rescale(O, factor)
 
     def overflowed(self):
-        """1 if the first attempt cannot stand: see the head of this file. A NaN in the scores also asks for a second one."""
+        """1 if the first attempt cannot stand (see the head of this file); a NaN among the scores asks for another too."""
         bad = Int32(cutlass.select_(self.row_sum[0] + self.row_sum[1] < math.inf, Int32(0), Int32(1)))
         for r in range(2):
             bias = self.bias[r]
@@ -143,13 +147,14 @@ class Softmax:
             O[i] = O[i] * alpha[(i // 2) % 2]
 
     @cute.jit
-    def finish(self):
+    def finish(self, exact):
         """Reciprocal row sums (for O) and natural-log lse; a row without keys gives 0 and -inf."""
         inverse, lse = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        _, to_log2 = self.units(exact)
         for r in cutlass.range_constexpr(2):
             total = quad(lambda a, b: a + b, self.row_sum[r])
             empty = total == 0.0
             inverse[r] = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-            ln = (self.bias[r] + cute.math.log2(total, fastmath=True)) * LN_2
+            ln = (self.bias[r] * to_log2 + cute.math.log2(total, fastmath=True)) * LN_2
             lse[r] = cutlass.select_(empty, Float32(-math.inf), ln)
         return inverse, lse

@@ -41,5 +41,3 @@ def careful(seg, exact):
     if exact != 0:
         seg = Segments(seg.begin, seg.begin, seg.begin, seg.end)
     return seg
-
-

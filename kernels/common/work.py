@@ -7,9 +7,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-import os
-# What K and V of the heads that are worked on at the same time may fill of the L2 cache.
-L2_BUDGET = int(os.environ.get("CUTE_DSL_FAH_L2", "32")) << 20
+
+class Section(NamedTuple):
+    """How many heads are worked on at the same time: as many as fit `l2_bytes` with their K and V, but enough of them
+    for `query_tiles`, since a section with few tiles for each multiprocessor ends unevenly."""
+
+    l2_bytes: int
+    query_tiles: int
+
+
+# Measured: docs/kernels/sm90_forward.md. Short sequences are bound by memory and want their K and V well inside L2.
+SHORT, LONG = Section(16 << 20, 256), Section(32 << 20, 512)
+SHORT_M_BLOCKS = 8
 
 
 class DeviceArith:
@@ -85,9 +94,11 @@ class LongestFirst:
 
 
 def longest_first(extent, bytes_per_key):
-    per_head = cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key
+    per_head = cutlass.max(cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key, 1)
+    m_blocks = cutlass.max(extent.m_blocks, 1)
+    short, long = [cutlass.max(Int32(s.l2_bytes) // per_head, Int32(s.query_tiles) // m_blocks) for s in (SHORT, LONG)]
+    widest = cutlass.max(Int32(cutlass.select_(m_blocks > SHORT_M_BLOCKS, long, short)), 1)
     total = cutlass.max(extent.heads * extent.batch, 1)
-    widest = cutlass.max(Int32(L2_BUDGET) // cutlass.max(per_head, 1), 1)
     sections = (total + widest - 1) // widest
     return LongestFirst(extent, (total + sections - 1) // sections)
 

@@ -21,6 +21,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.typing import AddressSpace
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -40,6 +41,11 @@ from .pipeline import EPILOGUE_BARRIER, NoTurns, PingPong, Ring, Slot, any_of, f
 SLAB = 64  # query rows of one warpgroup: the M of its matrix instruction
 
 
+def at(dtype, address, align):
+    """A pointer into global memory from an address among the operands."""
+    return cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
+
+
 class Device(NamedTuple):
     """What the host half hands to the device half: TMA atoms with their tensors, MMAs, layouts, scalars."""
 
@@ -51,7 +57,7 @@ class Device(NamedTuple):
     mV: cute.Tensor
     tma_o: cute.CopyAtom
     mO: cute.Tensor
-    mLSE: cute.Tensor
+    lse: Int64
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     lay_q: cute.ComposedLayout
@@ -107,13 +113,13 @@ class Forward:
             q=operand(Sq, Hq, D),
             k=operand(Sk, Hk, D),
             v=operand(Sk, Hk, Dv),
-            o=operand(Sq, Hq, Dv),
-            lse=make_fake_tensor(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4),
+            o=Int64(0),
+            lse=Int64(0),
             softmax_scale=Float32(1.0),
             window_left=Int32(0) if window else None,
             window_right=Int32(0) if window else None,
             num_ctas=Int32(1) if self.dynamic else None,
-            tickets=make_fake_tensor(Int32, (2,), (1,), assumed_align=4) if self.dynamic else None,
+            tickets=Int64(0) if self.dynamic else None,
         )
         return operands, make_fake_stream(use_tvm_ffi_env_stream=True)
 
@@ -122,9 +128,16 @@ class Forward:
     def __call__(self, ops: FwdOperands, stream: cuda.CUstream):
         t, hd, hd_v = self.tile, self.headdim, self.headdim_v
         # (B, S, H, D) -> (S, D, H, B): a view, nothing moves
-        q, k, v, o = [
-            cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (ops.q, ops.k, ops.v, ops.o)
+        q, k, v = [
+            cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (ops.q, ops.k, ops.v)
         ]
+        seqlen_q, _, heads, batch = q.shape
+        width = cute.assume(v.shape[1], divby=8)
+        row = Int64(heads) * width
+        o = cute.make_tensor(
+            at(self.dtype, ops.o, 16),
+            cute.make_layout((seqlen_q, width, heads, batch), stride=(row, 1, Int64(width), seqlen_q * row)),
+        )
         # One warpgroup's MMA: each consumer works on its own slab of Q and O, so 2 or 3 of them need no special case.
         mma = lambda b_major, n, source: hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (SLAB, n), source
@@ -213,7 +226,9 @@ class Forward:
         num_bytes = lambda layout: cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
         ring = lambda m, stages, layout: Ring(m.data_ptr(), m.data_ptr() + stages, num_bytes(layout))
         rings = Rings(
-            ring(st.bar_q, q_slabs, dev.lay_q), ring(st.bar_k, t.num_stages, dev.lay_k), ring(st.bar_v, t.num_stages, dev.lay_v)
+            ring(st.bar_q, q_slabs, dev.lay_q),
+            ring(st.bar_k, t.num_stages, dev.lay_k),
+            ring(st.bar_v, t.num_stages, dev.lay_v),
         )
         stores = st.bar_o.data_ptr() if const_expr(t.output == "v") else None
         board = None
@@ -223,7 +238,7 @@ class Forward:
                 Ring(st.bar_t.data_ptr(), st.bar_t.data_ptr() + 2, 0),
                 cute.make_tensor(words, cute.make_layout((2, 4))),
                 cute.make_tensor(words + 8, cute.make_layout(ROUND)),
-                dev.tickets,
+                cute.make_tensor(at(Int32, dev.tickets, 4), cute.make_layout(2)),
             )
         if warp == 0:
             with cute.arch.elect_one():
@@ -267,9 +282,10 @@ class Forward:
                     linear, i, at = following, i + 1, at.next()
                 if any_of(Int32(0), t.num_consumers) != 0:
                     for j in cutlass.range(i, unroll=1):
-                        slot, slot_q = self.load_tile(
-                            dev, rings, stores, smem, order.work(board.history[j]), slot, slot_q, Int32(1)
-                        )
+                        again, linear_j = board.marked(j)
+                        if again:
+                            redo = order.work(linear_j)
+                            slot, slot_q = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, Int32(1))
             board.close()
         else:
             work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
@@ -337,20 +353,24 @@ class Forward:
             while linear < total:
                 i, bad = Int32(0), Int32(0)
                 while linear < total and i < ROUND:
-                    slot, slot_q, bad, linear, work = self.consume_tile(
-                        dev, hooks, place, smem, stores, work, slot, slot_q, bad, Int32(0), board, at
+                    slot, slot_q, bad_i, following, work = self.consume_tile(
+                        dev, hooks, place, smem, stores, work, slot, slot_q, Int32(0), board, at
                     )
-                    i, at = i + 1, at.next()
+                    board.mark(i, linear, bad_i)
+                    linear, bad, i, at = following, bad | bad_i, i + 1, at.next()
                 if any_of(bad, t.num_consumers) != 0:
                     for j in cutlass.range(i, unroll=1):
-                        slot, slot_q, bad, _, _ = self.consume_tile(
-                            dev, hooks, place, smem, stores, order.work(board.history[j]), slot, slot_q, bad, Int32(1)
-                        )
+                        again, linear_j = board.marked(j)
+                        if again:
+                            redo = order.work(linear_j)
+                            slot, slot_q, _, _, _ = self.consume_tile(
+                                dev, hooks, place, smem, stores, redo, slot, slot_q, Int32(1)
+                            )
         else:
             work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
             while again != 0:
                 slot, slot_q, bad, _, _ = self.consume_tile(
-                    dev, hooks, place, smem, stores, work, slot, slot_q, Int32(0), exact
+                    dev, hooks, place, smem, stores, work, slot, slot_q, exact
                 )
                 again = any_of(bad, t.num_consumers) & (exact ^ 1)
                 exact = Int32(1)
@@ -360,7 +380,7 @@ class Forward:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, bad, exact, board=None, at=None):
+    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, exact, board=None, at=None):
         t, band = self.tile, self.band(dev)
         row = work.m_block * t.tile_m + place.wg * SLAB + place.warp * 16 + place.lane // 4
         mask = BandMask(band, t.tile_n, self.seqlens(dev), row, 2 * (place.lane % 4))
@@ -379,7 +399,7 @@ class Forward:
             slot = Walk(band).kv(own, mine, slot)
             for _ in cutlass.range(own.begin - block.begin, unroll=1):
                 slot = mine.skip(slot)
-        bad = bad | mine.softmax.overflowed()
+        bad = mine.softmax.overflowed()
         following, after = board.read(at) if const_expr(board is not None) else (Int32(0), work)
         self.store(dev, mine, smem, stores, slot, work, row, place)
         return slot, self.next_q(slot_q), bad, following, after
@@ -388,12 +408,16 @@ class Forward:
     def store(self, dev, hooks, smem, stores, slot, work, row, place):
         """Epilogue of one warpgroup: O by TMA, lse directly. `slot` is the ring slot after the tile's last one."""
         t = self.tile
-        inverse, lse = hooks.softmax.finish()
+        inverse, lse = hooks.softmax.finish(hooks.exact)
         hooks.softmax.rescale(hooks.O, inverse)
-        if place.lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                if row + 8 * r < dev.mLSE.shape[2]:
-                    dev.mLSE[work.batch, work.head, row + 8 * r] = lse[r]
+        if dev.lse != 0:
+            seqlen_q, _, heads, _ = dev.mQ.shape
+            head_row = Int64(work.batch) * heads + work.head
+            mLSE = cute.make_tensor(at(Float32, dev.lse, 4) + head_row * seqlen_q, cute.make_layout(seqlen_q))
+            if place.lane % 4 == 0:
+                for r in cutlass.range_constexpr(2):
+                    if row + 8 * r < seqlen_q:
+                        mLSE[row + 8 * r] = lse[r]
         out = cute.make_rmem_tensor_like(hooks.O, self.dtype)
         to_half(hooks.O, out)
         together = lambda: cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)

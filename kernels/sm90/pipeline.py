@@ -11,7 +11,7 @@ from cutlass.cutlass_dsl import T
 
 from flashattn_hopper.spec.tile import WARPGROUP
 
-# Named barriers: 0 belongs to the whole block; epilogues take 1 to 3 (one for each warpgroup), turns 4 to 6, the vote 7.
+# Named barriers: 0 belongs to the whole block, 1 to 3 to the warpgroups' epilogues, 4 to 6 to their turns, 7 to votes.
 EPILOGUE_BARRIER, TURN_BARRIER, VOTE_BARRIER = 1, 4, 7
 
 
@@ -108,8 +108,8 @@ def any_of(flag, num_consumers):
         llvm.inline_asm(
             T.i32(),
             [Int32(flag).ir_value()],
-            "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; barrier.cta.red.or.pred q, %d, %d, p; selp.b32 $0, 1, 0, q; }"
-            % (VOTE_BARRIER, num_consumers * WARPGROUP + 32),
+            "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; "
+            f"barrier.cta.red.or.pred q, {VOTE_BARRIER}, {num_consumers * WARPGROUP + 32}, p; selp.b32 $0, 1, 0, q; }}",
             "=r,r",
             has_side_effects=True,
             is_align_stack=False,

@@ -1,0 +1,110 @@
+"""GPU tests: what they need, kernels compiled before they start, outputs poisoned before a kernel writes them.
+
+On a machine without a Hopper GPU `-m "not gpu"` leaves them out. Selected there all the same, they are skipped with the
+reason, and the run fails: a session that could not test the kernel must not end green.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+
+_NO_GPU = "needs a Hopper GPU (compute capability 9.0); deselect with -m 'not gpu'"
+_not_run: list[str] = []
+
+
+@functools.cache
+def _has_hopper() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not _has_hopper():
+        pytest.skip(_NO_GPU)
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and _NO_GPU in str(report.longrepr):
+        _not_run.append(report.nodeid)
+
+
+def pytest_sessionfinish(session):
+    if _not_run and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _not_run:
+        terminalreporter.write_line(f"{len(_not_run)} GPU tests did not run: {_NO_GPU}", red=True)
+
+
+@pytest.fixture(autouse=True)
+def _every_test(request):
+    """The same random numbers in whatever order tests run; for GPU tests, kernels from the disk cache."""
+    # Why not import it: the tests of the vocabulary run without torch.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("kernels")
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """Every variant of the catalog, compiled by as many processes as there are cores."""
+    from flashattn_hopper import jit
+    from flashattn_hopper.kernels.sm90 import specs as sm90
+
+    from . import cases
+
+    return jit.warmup([*cases.variants(sm90.FORWARD), *cases.other_variants(sm90.FORWARD)])
+
+
+class Poison:
+    """What the runner's outputs are allocated from: NaN, with guard elements on both sides in the same allocation."""
+
+    GUARD, SIGN = 4096, 1.5
+
+    def __init__(self):
+        self.buffers = []
+
+    def allocator(self, shape, dtype, device):
+        """In place of runner._allocator."""
+        import torch
+
+        def allocate():
+            size = torch.Size(shape).numel() + 2 * self.GUARD
+            buffer = torch.full((size,), float("nan"), dtype=dtype, device=device)
+            for guard in self.guards(buffer):
+                guard.fill_(self.SIGN)
+            self.buffers.append(buffer)
+            return buffer[self.GUARD : -self.GUARD].view(shape)
+
+        return allocate
+
+    def guards(self, buffer):
+        return buffer[: self.GUARD], buffer[-self.GUARD :]
+
+    def check(self, allocations: int):
+        """Raise unless that many tensors were handed out since the last check, with nothing written beside them."""
+        buffers, self.buffers = self.buffers, []
+        assert len(buffers) == allocations, f"{len(buffers)} outputs were poisoned, expected {allocations}"
+        for buffer in buffers:
+            for side, guard in zip(("before", "behind"), self.guards(buffer)):
+                assert bool((guard == self.SIGN).all()), f"the kernel wrote {side} a {buffer.dtype} output"
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """See Poison. Every element of an output that a kernel leaves out stays NaN."""
+    from flashattn_hopper import api, ops, runner
+
+    poison = Poison()
+    monkeypatch.setattr(runner, "_allocator", poison.allocator)
+    # What the runner prepares holds its allocator, so calls prepared before or later are kept apart.
+    monkeypatch.setattr(api, "_calls", runner.Memo())
+    monkeypatch.setattr(ops, "_prepared", runner.Memo())
+    return poison
