@@ -17,7 +17,7 @@ class Section(NamedTuple):
 
 
 # Measured: docs/kernels/sm90_forward.md. Short sequences are bound by memory and want their K and V well inside L2.
-SHORT, LONG = Section(16 << 20, 256), Section(32 << 20, 512)
+SHORT, LONG = Section(8 << 20, 256), Section(32 << 20, 512)
 SHORT_M_BLOCKS = 8
 
 

@@ -5,13 +5,22 @@ from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import FWD, HALF
 from flashattn_hopper.spec.tile import FwdTile, Row, TileTable
 
+# Q twice and O in memory of its own: the next query tile is loaded, and the last one stored, under the current one.
+ROOMY = {"schedule": "dynamic", "q_stages": 2, "output": "own"}
+# Where headdim leaves no room for that, O is staged in V's stages.
+TIGHT = {"schedule": "dynamic", "output": "v"}
+
 FORWARD_TILES = TileTable(
-    Row(64, FwdTile(192, 128, schedule="dynamic", q_stages=2, output="own")),
-    Row(96, FwdTile(128, 128, schedule="dynamic", q_stages=2, output="own")),
-    Row(128, FwdTile(128, 128, schedule="dynamic", q_stages=2, output="own")),
-    Row((192, 128), FwdTile(128, 128, schedule="dynamic", output="v")),
-    Row(192, FwdTile(128, 112, schedule="dynamic", output="v")),
-    Row(256, FwdTile(128, 80, schedule="dynamic", output="v")),
+    Row(64, FwdTile(192, 128, **ROOMY), masks=("full", "window")),
+    Row(64, FwdTile(192, 128, **ROOMY), masks=("causal",), min_seqlen=1025),
+    Row(64, FwdTile(128, 128, **ROOMY), masks=("causal",)),
+    Row(96, FwdTile(128, 128, **ROOMY)),
+    Row(128, FwdTile(192, 80, schedule="dynamic", output="own"), masks=("full",), min_seqlen=8192),
+    Row(128, FwdTile(128, 128, **ROOMY)),
+    Row((192, 128), FwdTile(128, 128, **TIGHT)),
+    Row(192, FwdTile(128, 112, **TIGHT)),
+    Row(256, FwdTile(128, 80, **TIGHT), min_seqlen=1024),
+    Row(256, FwdTile(128, 64, **TIGHT)),
 )
 
 FORWARD = KernelSpec(
