@@ -141,15 +141,17 @@ def _factors(spec, traits, row, few):
     """What is combined in pairs; `few` leaves out most values, for headdims that share a compiled variant."""
     m, n = row.tile.tile_m, row.tile.tile_n
     lengths_q = (1, m + 1, 3 * m + 17) if few else (1, m - 1, m, m + 1, 3 * m + 17)
-    lengths_k = (n - 1, n + 1, 5 * n + 13) if few else (1, n - 1, n, n + 1, 5 * n + 13)
-    lengths_k += (row.min_seqlen, row.min_seqlen + n + 13)
+    base = -(-row.min_seqlen // n) * n  # whole tiles that reach the row's bound
+    lengths_k = (base + n - 1, base + n + 1, base + 5 * n + 13)
+    if not few:
+        lengths_k += (max(row.min_seqlen, 1), base + n)
     compiled = spec.compiled(traits)
-    reaches_row = lambda length: length > 0 and spec.tiles.find(compiled, length) == row.tile
+    reaches_row = lambda length: spec.tiles.find(compiled, length) == row.tile
     # Beside the diagonal, narrower and wider than a tile, open on one side, wider than any sequence.
     windows = ((0, 0), (n // 2, 0), (n + 7, n // 2), (None, 9), (2 * n + m, None), (3, 2**40))
     return {
         "seqlen_q": lengths_q,
-        "seqlen_k": tuple(dict.fromkeys(filter(reaches_row, lengths_k))),
+        "seqlen_k": tuple(filter(reaches_row, lengths_k)),
         "heads": ((3, 3), (4, 2), (7, 1), (12, 4))[few:] if "gqa" in spec.features else ((1, 1), (3, 3)),
         "window": (windows[2:4] if few else windows) if traits.mask == "window" else (None,),
         "deterministic": (False, True) if "deterministic" in spec.features and not few else (False,),
@@ -255,7 +257,7 @@ def hard_profiles(seqlen: int, tile_n: int) -> dict[str, torch.Tensor]:
 
 
 def hard_inputs(traits: Traits, tile: FwdTile, device=None):
-    """(q, k, v, keyword arguments of the mask, names): a batch entry for each profile, and its negative as second head.
+    """(q, k, v, names): a batch entry for each profile, and its negative as second head; Sq and Sk a few tiles long.
 
     Every element of q and k is a small integer, so a score is exact in float32 in whatever order it is summed, and an
     error is the softmax's. Noise of about 2 nats lies over each profile, except over equal scores.
@@ -273,5 +275,4 @@ def hard_inputs(traits: Traits, tile: FwdTile, device=None):
         if name.startswith("equal"):
             entry.zero_()
         entry[:, 0, 0] = (nats * traits.headdim**0.5 / 32).round()
-    arguments = mask_arguments(traits.mask, (2 * tile.tile_n + 64, tile.tile_n // 2))
-    return *(x.to(device, TORCH_DTYPES[traits.dtype]) for x in (q, k, v)), arguments, list(profiles)
+    return *(x.to(device, TORCH_DTYPES[traits.dtype]) for x in (q, k, v)), list(profiles)

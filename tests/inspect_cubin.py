@@ -3,8 +3,8 @@
     usage = inspect(jit.compile_cubin(...))        # one Usage
     python tests/inspect_cubin.py kernel.cubin ... # the same as text
 
-Registers, stack frame and block size come from the ELF file itself; instruction counts need nvdisasm, at least as new as
-the compiler (`pip install nvidia-cuda-nvdisasm`, a CUDA toolkit, or $NVDISASM).
+Registers, stack frame and block size come from the ELF file itself; instruction counts need nvdisasm, at least as new
+as the compiler (`pip install nvidia-cuda-nvdisasm`, a CUDA toolkit, or $NVDISASM).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-# Attributes of the .nv.info sections: (format 4: sized payload).
+# Attributes in the .nv.info sections, then two types of ELF sections.
 _REGISTERS, _FRAME, _STACK, _BLOCK = 0x2F, 0x11, 0x12, 0x10
 _SYMTAB, _NOBITS = 2, 8
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)")

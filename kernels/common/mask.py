@@ -41,3 +41,30 @@ class BandMask:
         """(column relative to this thread's first, index in the fragment) of row r's elements."""
         for c in range(self.tile_n // 4):
             yield (c // 2) * 8 + c % 2, (c // 2) * 4 + r * 2 + c % 2
+
+
+@dataclass(frozen=True)
+class ColumnMask:
+    """BandMask for transposed scores: keys are rows, `row` and `row + 8`, queries the columns of tile m_block."""
+
+    band: Band
+    tile_m: int
+    seqlens: Seqlens
+    row: Int32  # this thread's first key in the sequence
+    col: Int32  # its first query in a tile
+
+    def apply(self, S, m_block):
+        base = m_block * self.tile_m + self.col
+        for r in range(2):
+            key = self.row + 8 * r
+            diagonal = key - (self.seqlens.k - self.seqlens.q) - base  # the query whose diagonal this key is
+            inside = key < self.seqlens.k
+            first = Int32(0)
+            if const_expr(self.band.right is not None):
+                first = diagonal - self.band.right
+            first = Int32(cutlass.select_(inside, first, Int32(self.tile_m)))
+            for c in range(self.tile_m // 4):
+                column, i = (c // 2) * 8 + c % 2, (c // 2) * 4 + r * 2 + c % 2
+                S[i] = cutlass.select_(column >= first, S[i], Float32(-math.inf))
+                if const_expr(self.band.left is not None):
+                    S[i] = cutlass.select_(column <= diagonal + self.band.left, S[i], Float32(-math.inf))

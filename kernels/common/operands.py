@@ -21,3 +21,22 @@ class FwdOperands(NamedTuple):
     window_right: Any = None
     num_ctas: Any = None  # Int32, resident thread blocks; only for schedule="dynamic"
     tickets: Any = None  # Int64, address of (2,) int32, zero; the kernel leaves it zero; only for schedule="dynamic"
+
+
+class BwdOperands(NamedTuple):
+    """Operands of a backward kernel; addresses are Int64, of contiguous memory."""
+
+    q: Any  # (B, Sq, Hq, D)
+    k: Any  # (B, Sk, Hk, D)
+    v: Any  # (B, Sk, Hk, Dv)
+    do: Any  # (B, Sq, Hq, Dv)
+    o: Any  # address of (B, Sq, Hq, Dv), as the forward left it
+    lse: Any  # address of (B, Hq, Sq) float32, natural log
+    dlse: Any  # the same; 0 where no gradient arrives at lse
+    dq: Any  # address of (B, Sq, Hq, D)
+    dk: Any  # address of (B, Sk, Hk, D)
+    dv: Any  # address of (B, Sk, Hk, Dv)
+    workspace: Any  # address; rows of Sq padded to 128: float32 dQ (rows, headdim), lse (rows), delta (rows)
+    softmax_scale: Any  # Float32, > 0
+    window_left: Any = None  # Int32, keys; only for mask="window"
+    window_right: Any = None

@@ -22,7 +22,7 @@ class Board:
 
     ring: object  # Ring of two slots, released once by each consumer warp
     next: cute.Tensor  # shared, (2 slots, linear index + Work)
-    history: cute.Tensor  # shared, (ROUND,): linear indices of this round's tiles, complemented where one must be redone
+    history: cute.Tensor  # shared, (ROUND,): linear indices of this round's tiles, complemented if to be redone
     tickets: cute.Tensor
 
     @cute.jit

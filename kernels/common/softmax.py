@@ -134,7 +134,7 @@ class Softmax:
             self.rescale(O, factor)
 
     def overflowed(self):
-        """1 if the first attempt cannot stand (see the head of this file); a NaN among the scores asks for another too."""
+        """1 if the first attempt cannot stand: see the head of this file. NaN among the scores counts too."""
         bad = Int32(cutlass.select_(self.row_sum[0] + self.row_sum[1] < math.inf, Int32(0), Int32(1)))
         for r in range(2):
             bias = self.bias[r]

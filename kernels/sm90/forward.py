@@ -369,9 +369,7 @@ class Forward:
         else:
             work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
             while again != 0:
-                slot, slot_q, bad, _, _ = self.consume_tile(
-                    dev, hooks, place, smem, stores, work, slot, slot_q, exact
-                )
+                slot, slot_q, bad, _, _ = self.consume_tile(dev, hooks, place, smem, stores, work, slot, slot_q, exact)
                 again = any_of(bad, t.num_consumers) & (exact ^ 1)
                 exact = Int32(1)
         if const_expr(t.output == "own"):
