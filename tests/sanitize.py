@@ -51,6 +51,8 @@ def run(variant, seqlens, trend):
 def main(words):
     variants = [*cases.variants(sm90.FORWARD), *cases.other_variants(sm90.FORWARD)]
     chosen = [v for v in variants if set(words) <= set(v[1].slug.split("."))]
+    if not chosen:
+        raise SystemExit(f"no variant has all of {', '.join(words)} in its slug")
     jit.warmup(chosen)
     launches = 0
     for variant in chosen:

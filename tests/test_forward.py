@@ -379,7 +379,7 @@ def check_strictly(out, lse, q, k, v, mask, label):
     """
     exact = oracle.attention(q, k, v, **mask)
     assert torch.equal(lse.isneginf(), exact.lse.isneginf())
-    off = (lse.double() - exact.lse).abs() > 1e-6 * exact.terms["lse"]  # eight units of float32, element by element
+    off = (lse.double() - exact.lse).abs() > 2e-6 * exact.terms["lse"]  # sixteen units of float32, for each element
     assert not bool(off.any()), f"{label(int(off.nonzero()[0, 0]))}: lse wrong in {int(off.sum())} elements"
     for b in range(q.shape[0]):
         ref, terms = exact.out[b : b + 1], exact.terms["out"][b : b + 1]

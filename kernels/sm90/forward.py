@@ -36,7 +36,7 @@ from ..common.softmax import CEILING, LOG2_E, Softmax
 from ..common.walk import Walk, careful
 from ..common.work import DeviceArith, Extent, HeadMap, Place, order_of
 from .mainloop import Loads, Overlapped
-from .pipeline import EPILOGUE_BARRIER, NoTurns, PingPong, Ring, Slot, any_of, first_slot
+from .pipeline import EPILOGUE_BARRIER, NoTurns, PingPong, Ring, Slot, any_of, first_slot, round_barrier
 
 SLAB = 64  # query rows of one warpgroup: the M of its matrix instruction
 
@@ -281,11 +281,13 @@ class Forward:
                     board.post(at, linear, i, following, work)
                     linear, i, at = following, i + 1, at.next()
                 if any_of(Int32(0), t.num_consumers) != 0:
+                    round_barrier(t.num_consumers)
                     for j in cutlass.range(i, unroll=1):
                         again, linear_j = board.marked(j)
                         if again:
                             redo = order.work(linear_j)
                             slot, slot_q = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, Int32(1))
+                    round_barrier(t.num_consumers)
             board.close()
         else:
             work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
@@ -359,6 +361,7 @@ class Forward:
                     board.mark(i, linear, bad_i)
                     linear, bad, i, at = following, bad | bad_i, i + 1, at.next()
                 if any_of(bad, t.num_consumers) != 0:
+                    round_barrier(t.num_consumers)
                     for j in cutlass.range(i, unroll=1):
                         again, linear_j = board.marked(j)
                         if again:
@@ -366,6 +369,7 @@ class Forward:
                             slot, slot_q, _, _, _ = self.consume_tile(
                                 dev, hooks, place, smem, stores, redo, slot, slot_q, Int32(1)
                             )
+                    round_barrier(t.num_consumers)
         else:
             work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
             while again != 0:

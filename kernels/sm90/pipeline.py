@@ -117,3 +117,12 @@ def any_of(flag, num_consumers):
         )
     )
     return cute.arch.make_warp_uniform(vote)  # uniform control flow keeps TMA coordinates in uniform registers
+
+
+def round_barrier(num_consumers):
+    """Consumers and the producer warp meet, around the second attempts of a round.
+
+    Before them, so that all see the marks on the board; after them, so that none marks or posts a tile of the next
+    round while another still reads this one's.
+    """
+    cute.arch.barrier(barrier_id=VOTE_BARRIER, number_of_threads=num_consumers * WARPGROUP + 32)
