@@ -24,12 +24,12 @@ from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import DTYPES, HALF, PHASES, Traits
-from flashattn_hopper.spec.tile import Row
+from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 SUPPORT = ROOT / "docs" / "support.md"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels" / "sm90_forward.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "numerics.md", *sorted((ROOT / "docs" / "kernels").glob("*.md")))
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.S)
 NO_RESULTS = (
     "No results are committed yet. On an H100 or H200, `make bench ARGS=forward` measures this kernel and the peers "
@@ -73,7 +73,7 @@ def support() -> str:
                     dims(spec),
                     ", ".join(spec.masks),
                     words(spec.features),
-                    spec.note,
+                    "; ".join(filter(None, (spec.on_request, spec.note))),
                 ]
                 for spec in CATALOG
             ],
@@ -88,7 +88,8 @@ def support() -> str:
 
 def devices(spec: KernelSpec) -> str:
     if spec.arch is not None:
-        return "compute capability {}.{} ({})".format(*spec.arch.capability, spec.arch.target)
+        where = "compute capability {}.{} ({})".format(*spec.arch.capability, spec.arch.target)
+        return f'{where}, with `backend="{spec.backend}"` only' if spec.on_request else where
     serves = ", ".join(sorted(spec.serves))
     return serves if spec.serves == {"cpu", "cuda"} else f'{serves}; elsewhere with `backend="{spec.backend}"`'
 
@@ -101,14 +102,16 @@ def dims(spec: KernelSpec) -> str:
 
 
 def missing():
-    """What no kernel of a phase takes: dtypes anywhere, and 16-bit phases without compiled code."""
+    """What no kernel of a phase takes, what no compiled one takes, and phases without a compiled row of their own."""
     for phase in PHASES:
         rows = [spec for spec in CATALOG if spec.phase == phase]
-        lacking = [dtype for dtype in DTYPES if not any(dtype in spec.dtypes for spec in rows)]
-        if lacking:
-            yield f"- {phase}: no kernel takes {', '.join(lacking)}."
-        if not any(spec.arch for spec in rows):
-            yield f"- {phase}: no row is compiled; {', '.join(f'`{spec.name}`' for spec in rows)} runs everywhere."
+        for word, some in (("", rows), ("compiled ", [spec for spec in rows if spec.arch])):
+            lacking = [dtype for dtype in DTYPES if not any(dtype in spec.dtypes for spec in some)]
+            if lacking:
+                yield f"- {phase}: no {word}kernel takes {', '.join(lacking)}."
+        chosen = [spec for spec in rows if not spec.on_request]
+        if not any(spec.arch for spec in chosen):
+            yield f"- {phase}: no compiled kernel is chosen by itself; {', '.join(f'`{s.name}`' for s in chosen)} run."
 
 
 def tiled(spec: KernelSpec):
@@ -129,8 +132,10 @@ def tiled(spec: KernelSpec):
         f"{words(free)}.\nRegisters are those of a producer and of a consumer thread; shared memory is that of one "
         f"thread block, of {spec.arch.smem_bytes / 1024:.0f} KiB."
     )
-    head = "headdim, headdim_v", "dtypes", "masks", "seqlen_k", "tile_m x tile_n", "schedule", "Q stages"
-    yield grid((*head, "O staged in", "threads", "registers", "KiB"), [tile_line(row) for row in spec.tiles])
+    columns = TILE_COLUMNS[type(spec.tiles[0].tile)]
+    head = "headdim, headdim_v", "dtypes", "masks", "seqlen_k", "tile_m x tile_n", *columns
+    lines = [tile_line(row, spec.phase, columns) for row in spec.tiles]
+    yield grid((*head, "threads", "registers", "KiB"), lines)
     file = RESULTS / f"{spec.evidence}.json"
     if file.exists():
         where = os.path.relpath(file, SUPPORT.parent)
@@ -149,18 +154,27 @@ def padding(spec: KernelSpec) -> list[list[str]]:
     return lines
 
 
-def tile_line(row: Row) -> list[str]:
+STAGED = {"own": "its own memory", "q": "the slab of Q", "v": "a stage of V"}
+TILE_COLUMNS: dict[type, dict[str, Callable]] = {
+    FwdTile: {
+        "schedule": lambda tile: tile.schedule,
+        "Q stages": lambda tile: str(tile.q_stages),
+        "O staged in": lambda tile: STAGED[tile.output],
+    },
+    BwdTile: {"consumer warpgroups": lambda tile: str(tile.num_consumers)},
+}
+
+
+def tile_line(row: Row, phase: str, columns: Mapping[str, Callable]) -> list[str]:
     tile, dtype = row.tile, sorted(row.dtypes & HALF)[0]
-    traits = Traits("fwd", dtype, *row.dims)
+    traits = Traits(phase, dtype, *row.dims)
     return [
         "{}, {}".format(*row.dims),
         words(row.dtypes),
         ", ".join(row.masks),
         f"from {row.min_seqlen}" if row.min_seqlen else "any",
         f"{tile.tile_m} x {tile.tile_n}",
-        tile.schedule,
-        str(tile.q_stages),
-        {"own": "its own memory", "q": "the slab of Q", "v": "a stage of V"}[tile.output],
+        *(show(tile) for show in columns.values()),
         str(tile.num_threads),
         "{} / {}".format(*tile.registers),
         f"{tile.smem_bytes(traits) / 1024:.0f}",
@@ -231,7 +245,38 @@ def explained(page: Path) -> str:
         return f"```text\n{explain(q, k, v, causal=True)}\n```"
 
 
+FP8_COLUMNS = (
+    *(("fp8", error) for error in ("out", "out_worst", "lse_rms", "lse_rms_worst", "dq", "dk", "dv")),
+    *(("fp8, int8 q and k", error) for error in ("out", "lse_rms")),
+    *((recipe, "out") for recipe in ("fp8, no rotation", "fp8, no smoothing", "fp8, neither", "bf16")),
+)
+
+
+def fp8_accuracy(page: Path) -> str:
+    """Errors by input set; a column is a recipe and what is measured."""
+    files = results_of("fp8_accuracy")
+    if not files:
+        return "No results are committed yet: `python bench/fp8_accuracy.py` writes the file of this table."
+    return "\n\n".join(fp8_errors_of(plot().load(file), os.path.relpath(file, page.parent)) for file in files)
+
+
+def fp8_errors_of(results: Mapping, source: str) -> str:
+    cells: dict[tuple[str, str], dict[str, Mapping]] = {}
+    for row in results["rows"]:
+        cells.setdefault((row["set"], row["mask"]), {})[row["recipe"]] = row
+    said = lambda error: error.replace("lse_rms", "lse (nats)").replace("_worst", ", worst seed")
+    head = ("inputs", "mask", *(f"{recipe}: {said(error)}" for recipe, error in FP8_COLUMNS))
+    lines = [
+        [*cell, *(f"{found[recipe][error]:.2g}" for recipe, error in FP8_COLUMNS)] for cell, found in cells.items()
+    ]
+    size = "S={seqlen}, headdim {headdim}, mean of {n} seeds".format(
+        **results["settings"], n=len(results["settings"]["seeds"])
+    )
+    return f"{size}, torch {results['versions']['torch']} on a CPU. [All rows]({source}).\n\n{grid(head, lines)}"
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "fp8-accuracy": fp8_accuracy,
     "forward": forward,
     "forward-cells": forward_cells,
     "explain": explained,

@@ -12,15 +12,28 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import Explanation, explain, hopper_attention
     from .ops import SAC_SAVE_OPS
+    from .quantize import BlockScaled, dequantize, quantize_fp8
 
 _HOME = {
     "hopper_attention": "api",
     "explain": "api",
     "Explanation": "api",
     "SAC_SAVE_OPS": "ops",
+    "BlockScaled": "quantize",
+    "dequantize": "quantize",
+    "quantize_fp8": "quantize",
 }
 
-__all__ = ["SAC_SAVE_OPS", "Explanation", "__version__", "explain", "hopper_attention"]
+__all__ = [
+    "SAC_SAVE_OPS",
+    "BlockScaled",
+    "Explanation",
+    "__version__",
+    "dequantize",
+    "explain",
+    "hopper_attention",
+    "quantize_fp8",
+]
 
 
 def __getattr__(name: str):

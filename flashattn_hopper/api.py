@@ -8,8 +8,10 @@ import torch
 from torch.compiler import is_compiling
 
 from . import planner, runner
-from .arguments import WORDS, Request, autocast_dtype, check, problem_of, refuse_fp8
+from .arguments import WORDS, Request, are_scaled, autocast_dtype, check, problem_of
 from .ops import FWD, Eager, intercepted, prepared, register_sharding_rules
+from .ops_fp8 import FWD_FP8, EagerFP8, attend_scaled, dispatch_scaled, prepared_fp8
+from .quantize import BlockScaled
 from .runner import Memo
 from .spec.problem import BWD
 from .spec.tile import FwdTile
@@ -19,9 +21,9 @@ _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def hopper_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | BlockScaled,
+    k: torch.Tensor | BlockScaled,
+    v: torch.Tensor | BlockScaled,
     *,
     causal: bool = False,
     window_size: tuple[int | None, int | None] | None = None,
@@ -37,6 +39,8 @@ def hopper_attention(
     Sq and Sk sequence lengths, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D and Dv head dimensions.
     SDPA's layout (B, H, S, D) goes in and out through `transpose(1, 2)`, without a copy. Any strides are accepted.
 
+    q, k and v may be codes of `quantize_fp8`, all three: FP8 without gradients, out in the dtype they were made from.
+
     Masks are bottom-right aligned: query i sits on key i + Sk - Sq. A query that sees no key gets out 0, lse -inf
     and zero gradients.
 
@@ -48,7 +52,9 @@ def hopper_attention(
         softmax_scale: a positive number; None is 1 / sqrt(D).
         precision: what is computed in. "auto" is the dtype of q, k and v, which must be float16 or bfloat16, or the
             dtype of torch.autocast, which casts all three. "bf16", "fp16": inputs are cast to it. "fp32", "fp64":
-            the same, on the reference only. "fp8" is not supported yet.
+            the same, on the reference only. "fp8": quantized by the defaults of `quantize_fp8` on every call, 8-bit
+            products; the gradient is that of the quantized attention, in the inputs' dtype. A CPU emulates it; CUDA
+            tensors need backend="reference" until a kernel computes in FP8.
         return_lse: also return the natural logarithm of the softmax denominator, float32 (float64 where computed in
             float64). It is differentiable.
         deterministic: results repeat bit by bit; torch.use_deterministic_algorithms(True) sets it too.
@@ -75,6 +81,8 @@ def hopper_attention(
     """
     if is_compiling() or intercepted(q, k, v):
         request = check(q, k, v, causal, window_size, softmax_scale, precision, return_lse, deterministic, backend)
+        if are_scaled(q, k, v):
+            return _scaled(q, k, v, request, return_lse)
         return _dispatched(q, k, v, request, return_lse)
     # Why the classes: True == 1 and (True, 0) == (1, 0), and a wrong argument must not find a right one's record.
     key = (
@@ -95,11 +103,11 @@ def hopper_attention(
         if q.is_meta:
             return _dispatched(q, k, v, request, return_lse)
         call = _calls.remember(key, _eager_call(q, k, v, request))
-    forward, problem, backend, compute_dtype, out_dtype = call
+    forward, problem, backend, compute_dtype, out_dtype, recorded = call
     if compute_dtype is not None:
         q, k, v = _cast(q, k, v, compute_dtype)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = Eager.apply(q, k, v, problem, backend, forward)
+        out, lse = recorded(q, k, v, problem, backend, forward)
     else:
         out, lse = forward(q, k, v, return_lse)
     if out_dtype is not None:
@@ -107,7 +115,8 @@ def hopper_attention(
     return (out, lse) if return_lse else out
 
 
-# Validated eager calls: everything but the tensors -> (forward, problem, backend, dtype to cast to, dtype to return)
+# Validated eager calls: everything but the tensors
+# -> (forward, problem, backend, dtype to cast to, dtype to return, forward that records a graph)
 _calls = Memo()
 
 
@@ -119,22 +128,28 @@ def _window_key(window_size):
 
 
 def _eager_call(q, k, v, request: Request):
-    refuse_fp8(request)
     operands = _cast(q, k, v, request.compute_dtype)
-    problem, forward = prepared(*operands, _scalars(request))
+    prepare, recorded = (prepared_fp8, EagerFP8.apply) if request.dtype == "fp8" else (prepared, Eager.apply)
+    problem, forward = prepare(*operands, _scalars(request))
     cast = None if all(a is b for a, b in zip(operands, (q, k, v))) else request.compute_dtype
     back = None if request.out_dtype == request.compute_dtype else request.out_dtype
-    return forward, problem, request.backend, cast, back
+    return forward, problem, request.backend, cast, back, recorded
 
 
 def _dispatched(q, k, v, request: Request, return_lse):
-    refuse_fp8(request)
     if not is_compiling() and type(q).__module__.startswith("torch.distributed."):
         register_sharding_rules()
     q, k, v = _cast(q, k, v, request.compute_dtype)
-    out, lse = FWD(q, k, v, *_scalars(request))
+    out, lse = FWD_FP8(q, k, v, *_scalars(request))[:2] if request.dtype == "fp8" else FWD(q, k, v, *_scalars(request))
     if out.dtype != request.out_dtype:
         out = out.to(request.out_dtype)
+    return (out, lse) if return_lse else out
+
+
+def _scaled(q, k, v, request: Request, return_lse):
+    """Codes and scales: through the operator where somebody traces or intercepts, else straight to the runner."""
+    door = dispatch_scaled if is_compiling() or intercepted(q.data, k.data, v.data) or q.data.is_meta else attend_scaled
+    out, lse = door(q, k, v, _scalars(request))
     return (out, lse) if return_lse else out
 
 
@@ -184,9 +199,9 @@ class Explanation:
 
 
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | BlockScaled,
+    k: torch.Tensor | BlockScaled,
+    v: torch.Tensor | BlockScaled,
     *,
     causal: bool = False,
     window_size: tuple[int | None, int | None] | None = None,
@@ -209,14 +224,16 @@ def explain(
         chosen = planner.plan(problem.traits, device, backend, problem.shape)
     except NotImplementedError:
         return Explanation(None, None, problem.traits.slug, None, None, None, refused, ())
-    gradients = planner.plan(problem.for_phase(BWD).traits, device, backend, problem.shape).spec
+    gradients = None
+    if not isinstance(q, BlockScaled):
+        gradients = planner.plan(problem.for_phase(BWD).traits, device, backend, problem.shape).spec
     return Explanation(
         chosen.spec.name,
         chosen.spec.backend,
         problem.traits.slug,
         chosen.traits.slug,
         chosen.tile,
-        gradients.name,
+        gradients and gradients.name,
         refused,
         tuple(_notes(q, k, v, request, problem, chosen, gradients)),
     )
@@ -233,10 +250,18 @@ def _notes(q, k, v, request, problem, chosen, gradients):
             yield f"{word} {asked} runs as {runs}"
     if problem.shape.empty:
         yield "nothing to compute: no launch"
+    if gradients is None:
+        yield "q, k, v: codes with scales, which carry no gradient"
+        return
+    if request.dtype == "fp8":
+        yield "q, k, v: quantized on every call"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype != request.compute_dtype:
-            yield f"{name}: cast from {WORDS[tensor.dtype]} to {request.dtype}"
+            yield f"{name}: cast from {WORDS[tensor.dtype]} to {WORDS[request.compute_dtype]}"
         elif spec.arch is not None and (note := runner.layout_note(tensor)):
             yield f"{name}: {note}"
     if gradients.note:
         yield f"backward: {gradients.note}"
+    device = planner.capability_of(q.device)
+    for name, reason in planner.refusals(problem.for_phase(BWD).traits, device, request.backend).items():
+        yield f"backward not {name}: {reason}"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .planner import BACKENDS
+from .quantize import E4M3, QK_DTYPES, TILE, BlockScaled
 from .spec.mask import Band
 from .spec.problem import DTYPES, FWD, AttentionProblem, Shape, Traits
 
@@ -40,13 +41,16 @@ class Request(NamedTuple):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return TORCH_DTYPES[self.dtype]
+        """What q, k and v are cast to. FP8 is quantized from the dtype that the output comes back in."""
+        return TORCH_DTYPES.get(self.dtype, self.out_dtype)
 
 
 def check(q, k, v, causal, window_size, softmax_scale, precision, return_lse, deterministic, backend) -> Request:
     """Validate one call of `hopper_attention`; see there for the arguments and what is raised."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor)
+    operands = (("q", q), ("k", k), ("v", v))
+    scaled = are_scaled(q, k, v)
+    for name, tensor in operands:
+        _check_tensor(name, tensor.data if scaled else tensor)
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: expected True or False, got {_shown(flag)}")
@@ -54,7 +58,12 @@ def check(q, k, v, causal, window_size, softmax_scale, precision, return_lse, de
     _check_word("backend", backend, BACKENDS)
     _check_devices(q, k, v)
     _check_shapes(q, k, v)
-    dtype, out_dtype = _dtypes(q, k, v, precision)
+    if scaled:
+        for name, operand in operands:
+            _check_scaled(name, operand)
+        dtype, out_dtype = _scaled_dtypes(q, k, v, precision)
+    else:
+        dtype, out_dtype = _dtypes(q, k, v, precision)
     left, right = _window(causal, window_size)
     return Request(
         dtype,
@@ -67,12 +76,13 @@ def check(q, k, v, causal, window_size, softmax_scale, precision, return_lse, de
     )
 
 
-def refuse_fp8(request: Request) -> None:
-    """Raise before tensors are cast to a precision that no kernel computes in yet."""
-    if request.dtype == "fp8":
-        raise NotImplementedError(
-            'precision="fp8": no kernel computes in FP8 yet; use "bf16" or "fp16", or "fp32", "fp64" on the reference'
-        )
+def are_scaled(q, k, v) -> bool:
+    """Whether q, k and v are BlockScaled. Raises TypeError where only some are."""
+    scaled = [isinstance(x, BlockScaled) for x in (q, k, v)]
+    if any(scaled) and not all(scaled):
+        found = ", ".join(f"{name} {type(x).__name__}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise TypeError(f"q, k, v: all three are BlockScaled or none is, got {found}; quantize_fp8 makes all three")
+    return all(scaled)
 
 
 def problem_of(
@@ -188,6 +198,62 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
+
+
+# Codes with scales
+
+
+def _check_scaled(name, operand):
+    allowed = (E4M3,) if name == "v" else tuple(QK_DTYPES.values())
+    if operand.data.dtype not in allowed:
+        raise DtypeError(
+            f"{name}: codes are {_dtype(operand.data.dtype)}; expected {' or '.join(map(_dtype, allowed))}"
+        )
+    if operand.dtype not in WORDS:
+        _refuse_dtype(name, operand.dtype)
+    rows = operand.rows
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ValueError(f"{name}: rows is {_shown(rows)}; expected a positive int, or None for one scale per head")
+    if (name == "v" and rows is not None) or (name == "k" and rows is not None and rows % TILE):
+        what = "None" if name == "v" else f"a multiple of {TILE}, or None"
+        raise ValueError(f"{name}: {rows} tokens share a scale; rows must be {what} for {name}")
+    batch, seqlen, heads, headdim = operand.shape
+    blocks = 1 if rows is None else -(-seqlen // rows)
+    _check_companion(name, "descale", operand.descale, operand, (batch, heads, blocks))
+    if operand.mean is not None:
+        _check_companion(name, "mean", operand.mean, operand, (batch, heads, headdim))
+    if operand.logit_offset is not None:
+        _check_companion(name, "logit_offset", operand.logit_offset, operand, (batch, heads, seqlen))
+
+
+def _check_companion(name, what, tensor, operand, shape):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: {what} must be a tensor, got {_shown(tensor)}")
+    if tensor.dtype != torch.float32:
+        raise DtypeError(f"{name}: {what} is {_dtype(tensor.dtype)}; expected float32")
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{name}: {what} has shape {tuple(tensor.shape)}; expected {shape} for data {tuple(operand.shape)} "
+            f"with rows={operand.rows}"
+        )
+    if tensor.device != operand.device:
+        raise ValueError(f"{name}: {what} is on {tensor.device}, data on {operand.device}")
+
+
+def _scaled_dtypes(q, k, v, precision):
+    if precision not in ("auto", "fp8"):
+        raise ValueError(f'precision: {precision!r} with BlockScaled operands, which are FP8; pass "auto" or "fp8"')
+    if q.data.dtype != k.data.dtype:
+        raise DtypeError(f"q, k: codes differ: q {_dtype(q.data.dtype)}, k {_dtype(k.data.dtype)}")
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise DtypeError(f"q, k, v: dtypes differ: q {_dtype(q.dtype)}, k {_dtype(k.dtype)}, v {_dtype(v.dtype)}")
+    if q.rotated != k.rotated:
+        raise ValueError("q, k: one is rotated and the other is not; quantize both with the same `hadamard`")
+    if (q.logit_offset is None) != (k.mean is None):
+        raise ValueError(
+            "q, k: q has the logit_offset of k's mean, or neither has one; quantize both by one quantize_fp8"
+        )
+    return "fp8", q.dtype
 
 
 # Keyword arguments

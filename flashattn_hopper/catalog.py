@@ -19,13 +19,32 @@ CATALOG: tuple[KernelSpec, ...] = (
         note="tiled PyTorch",
     ),
     KernelSpec(
+        name="reference.forward_fp8",
+        phase=FWD,
+        dtypes=frozenset({"fp8"}),
+        features=_FEATURES,
+        serves=frozenset({"cpu"}),
+        entry="flashattn_hopper.reference_fp8:forward",
+        note="PyTorch emulation of FP8 products",
+    ),
+    sm90.BACKWARD,
+    KernelSpec(
         name="reference.backward",
         phase=BWD,
         dtypes=_ANY,
         features=_FEATURES,
-        # Until a backward kernel lands, CUDA tensors take the tiled recomputation in PyTorch too; explain() says so.
+        # CUDA tensors take the tiled recomputation in PyTorch where no backward kernel does; explain() says so.
         serves=frozenset({"cpu", "cuda"}),
         entry="flashattn_hopper.reference:backward",
         note="tiled PyTorch recomputation",
+    ),
+    KernelSpec(
+        name="reference.backward_fp8",
+        phase=BWD,
+        dtypes=frozenset({"fp8"}),
+        features=_FEATURES,
+        serves=frozenset({"cpu"}),
+        entry="flashattn_hopper.reference_fp8:backward",
+        note="float32 recomputation in PyTorch on the dequantized codes",
     ),
 )

@@ -7,7 +7,8 @@ export, tensor subclasses, dispatch modes, functorch) sees one opaque operator w
     bwd(dout, dlse, q, k, v, out, lse, ...the same..., needs) -> (dq, dk, dv)
 
 `dout` and `dlse` are None where no gradient arrives; a gradient that `needs` does not ask for has shape (0,).
-Nothing in the schema varies from step to step: sequence lengths are read from the tensors.
+Nothing in the schema varies from step to step: sequence lengths are read from the tensors. precision="fp8" has
+operators of its own, in `ops_fp8`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import runner
 from .arguments import problem_of, word_of
+from .ops_fp8 import BWD_FP8, FWD_FP8, SCALARS
 from .runner import Memo
 
-_SCALARS = "float softmax_scale, int? window_left, int? window_right, bool deterministic, str backend"
-
 _lib = torch.library.Library("flashattn_hopper", "DEF")
-_lib.define(f"fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor out, Tensor lse)")
+_lib.define(f"fwd(Tensor q, Tensor k, Tensor v, {SCALARS}) -> (Tensor out, Tensor lse)")
 _lib.define(
     "bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SCALARS}, bool[3] needs) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f"{SCALARS}, bool[3] needs) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 FWD = torch.ops.flashattn_hopper.fwd.default
 BWD = torch.ops.flashattn_hopper.bwd.default
 
 # For torch.utils.checkpoint.create_selective_checkpoint_contexts: keep attention's results, recompute the rest.
-SAC_SAVE_OPS = [FWD]
+SAC_SAVE_OPS = [FWD, FWD_FP8]
 
 
 # What the operators compute
@@ -208,6 +208,20 @@ def register_sharding_rules() -> None:
             found.append((grads, [*arrived, t, t, t, t, l, *(None,) * len(scalars)]))
         return found
 
+    # Scales and the mean of k have their heads where lse has them.
+    @register_sharding(FWD_FP8)
+    def _(q, k, v, *scalars):
+        return [([t, l, l, t, t, t, l, l, l, l], [t, t, t, *(None,) * len(scalars)]) for t, l in rows(q, k, v)]
+
+    @register_sharding(BWD_FP8)
+    def _(dout, dlse, out, core_lse, q, k, v, *rest):
+        found = []
+        for t, l in rows(q, k, v):
+            grads = [t if need else Replicate() for need in rest[-1]]
+            arrived = [None if dout is None else t, None if dlse is None else l]
+            found.append((grads, [*arrived, t, l, t, t, t, l, l, l, l, *(None,) * len(rest[4:])]))
+        return found
+
 
 if "torch.distributed.tensor" in sys.modules:
     register_sharding_rules()
@@ -237,7 +251,7 @@ def _flops(q_shape, k_shape, v_shape, window_left, window_right, products_qk, pr
     return 2 * batch * num_heads * pairs * (products_qk * headdim + products_v * v_shape[3])
 
 
-@register_flop_formula(torch.ops.flashattn_hopper.fwd)
+@register_flop_formula([torch.ops.flashattn_hopper.fwd, torch.ops.flashattn_hopper.fwd_fp8])
 def _fwd_flops(q, k, v, softmax_scale, window_left, window_right, *args, out_shape=None, **kwargs) -> int:
     """S = Q K^T and O = P V, over visible pairs only."""
     return _flops(q, k, v, window_left, window_right, 1, 1)
@@ -247,3 +261,15 @@ def _fwd_flops(q, k, v, softmax_scale, window_left, window_right, *args, out_sha
 def _bwd_flops(dout, dlse, q, k, v, out, lse, scale, window_left, window_right, *args, out_shape=None, **kwargs) -> int:
     """S again, dQ and dK of headdim; dP and dV of headdim_v; over visible pairs only."""
     return _flops(q, k, v, window_left, window_right, 3, 2)
+
+
+@register_flop_formula(torch.ops.flashattn_hopper.bwd_fp8)
+def _bwd_fp8_flops(dout, dlse, out, core_lse, q8, k8, v8, q_scale, k_scale, v_scale, k_mean, *args, **kwargs) -> int:
+    _, window_left, window_right, *_ = args
+    return _flops(q8, k8, v8, window_left, window_right, 3, 2)
+
+
+@register_flop_formula(torch.ops.flashattn_hopper.fwd_scaled)
+def _fwd_scaled_flops(q8, k8, v8, *args, out_shape=None, **kwargs) -> int:
+    *_, window_left, window_right, _, _ = args
+    return _flops(q8, k8, v8, window_left, window_right, 1, 1)

@@ -11,7 +11,7 @@ from .catalog import CATALOG
 from .spec.arch import device_word
 from .spec.kernel import KernelSpec
 from .spec.problem import BWD, Shape, Traits
-from .spec.tile import FwdTile
+from .spec.tile import BwdTile, FwdTile
 
 BACKENDS = ("auto", *dict.fromkeys(spec.backend for spec in CATALOG))
 
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
 
     spec: KernelSpec
     traits: Traits
-    tile: FwdTile | None
+    tile: FwdTile | BwdTile | None
 
 
 def plan(traits: Traits, capability: Capability, backend: str, shape: Shape) -> Plan:
@@ -31,7 +31,7 @@ def plan(traits: Traits, capability: Capability, backend: str, shape: Shape) -> 
 
     Raises: NotImplementedError with the reason of every row of that phase, if all refuse.
     """
-    return _plan(traits, capability, _backend_for(traits.phase, backend), shape)
+    return _plan(traits, capability, _backend_for(traits, capability, backend), shape)
 
 
 @lru_cache(maxsize=4096)
@@ -43,21 +43,29 @@ def _plan(traits, capability, backend, shape):
     raise _refusal(traits, capability, backend)
 
 
-def tile_for(spec: KernelSpec, traits: Traits, shape: Shape) -> FwdTile | None:
+def tile_for(spec: KernelSpec, traits: Traits, shape: Shape) -> FwdTile | BwdTile | None:
     """The row of the tile table for compiled `traits`; seqlen_k chooses among compiled variants."""
     return None if spec.tiles is None else spec.tiles.find(traits, shape.seqlen_k)
 
 
 def refusals(traits: Traits, capability: Capability, backend: str = "auto") -> dict[str, str]:
-    """Kernel name -> why it does not run `traits` there, for every row of that phase that refuses."""
-    backend = _backend_for(traits.phase, backend)
-    rows = ((spec.name, spec.refuses(traits, capability, backend)) for spec in CATALOG if spec.phase == traits.phase)
+    """Kernel name -> why it does not run `traits` there, for every row of that phase that refuses.
+
+    A row for other dtypes is not named where its backend has a row for this one: that one has answered.
+    """
+    used = _backend_for(traits, capability, backend)
+    # Why: a row of the backend that was named has a reason of its own, though the automatic one took over.
+    heard = lambda spec: backend if spec.backend == backend else used
+    phase = [spec for spec in CATALOG if spec.phase == traits.phase]
+    answered = {spec.backend for spec in phase if traits.dtype in spec.dtypes}
+    asked = [spec for spec in phase if traits.dtype in spec.dtypes or spec.backend not in answered]
+    rows = ((spec.name, spec.refuses(traits, capability, heard(spec))) for spec in asked)
     return {name: reason for name, reason in rows if reason is not None}
 
 
-def _backend_for(phase: str, backend: str) -> str:
-    """Why: `backend` names the forward kernel; a backend without a backward of its own takes the automatic one."""
-    if phase == BWD and not any(spec.phase == BWD and spec.backend == backend for spec in CATALOG):
+def _backend_for(traits: Traits, capability: Capability, backend: str) -> str:
+    """Why: `backend` names the forward kernel; where its backward refuses, the automatic one is taken."""
+    if traits.phase == BWD and all(spec.refuses(traits, capability, backend) for spec in CATALOG):
         return "auto"
     return backend
 

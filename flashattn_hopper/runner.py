@@ -15,6 +15,7 @@ import torch
 from . import jit, planner
 from .spec.mask import Band, Seqlens
 from .spec.problem import BWD, AttentionProblem
+from .spec.tile import ROW_PAD
 
 logger = logging.getLogger("flashattn_hopper")
 
@@ -70,9 +71,18 @@ def backward(problem: AttentionProblem, backend: str, dout, dlse, q, k, v, out, 
     """
     problem = problem.for_phase(BWD)
     capability = planner.capability_of(q.device)
-    spec = planner.plan(problem.traits, capability, backend, problem.shape).spec
-    _announce(spec, problem, capability, backend)
-    return _entry(spec)(dout, dlse, q, k, v, out, lse, problem.band, problem.softmax_scale, tuple(needs))
+    chosen = planner.plan(problem.traits, capability, backend, problem.shape)
+    _announce(chosen.spec, problem, capability, backend)
+    if chosen.spec.arch is None:
+        entry = _entry(chosen.spec)
+        return entry(dout, dlse, q, k, v, out, lse, problem.band, problem.softmax_scale, tuple(needs))
+    if problem.shape.empty:
+        return tuple(
+            torch.zeros_like(t, memory_format=torch.contiguous_format) if n else None for t, n in zip((q, k, v), needs)
+        )
+    fn = jit.compiled(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)
+    grads = launch_backward(fn, chosen, problem, dout, dlse, q, k, v, out, lse)
+    return tuple(grad if need else None for grad, need in zip(grads, needs))
 
 
 def bind(fn, chosen: planner.Plan, problem: AttentionProblem, q, k, v) -> Forward:
@@ -119,7 +129,34 @@ def _allocator(shape, dtype, device):
     if device.type == "cuda" and _empty_strided is not None:
         strides = torch.empty(shape, device="meta").stride()
         return lambda: _empty_strided(shape, strides, dtype)
-    return lambda: torch.empty(shape, dtype=dtype, device=device)
+    return lambda: _empty(shape, dtype, device)
+
+
+def _empty(shape, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def launch_backward(fn, chosen: planner.Plan, problem: AttentionProblem, dout, dlse, q, k, v, out, lse):
+    """dq, dk, dv, contiguous, from a compiled backward that takes one tuple in the order of BwdOperands.
+
+    A dout that a kernel cannot read in place is copied, as q, k and v are; `out` and `lse` are as the forward left
+    them, and copied where they are not.
+    """
+    if q.device.type == "cuda" and _current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return launch_backward(fn, chosen, problem, dout, dlse, q, k, v, out, lse)
+    shape = problem.shape
+    left, right = window_edges(problem.band, shape.seqlens) if problem.traits.mask == "window" else (None, None)
+    dout = torch.zeros_like(out) if dout is None else dout
+    q, k, v, dout = (_aligned(_laid_out(t, _layout(t))) for t in (q, k, v, dout))
+    out, lse = _aligned(out.contiguous()), lse.contiguous()
+    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+    grads = [_empty(t.shape, t.dtype, t.device) for t in (q, k, v)]
+    rows = shape.batch * shape.num_heads_q * -(-shape.seqlen_q // ROW_PAD) * ROW_PAD
+    workspace = _empty((rows * chosen.tile.workspace_floats(chosen.traits.headdim),), torch.float32, q.device)
+    addresses = (out, lse, dlse, *grads, workspace)
+    fn((q, k, v, dout, *(0 if t is None else t.data_ptr() for t in addresses), problem.softmax_scale, left, right))
+    return grads
 
 
 def window_edges(band: Band, seqlens: Seqlens) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import torch
 from flashattn_hopper.arguments import TORCH_DTYPES
 from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import DTYPES, Shape, Traits
-from flashattn_hopper.spec.tile import FwdTile
+from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile
 
 # Where the GPU tests run and what they ask for.
 DEVICE, BACKEND = "cuda", "sm90"
@@ -36,6 +36,9 @@ OTHER_TILES = (
     FwdTile(128, 64, schedule="dynamic", q_stages=2, output="v", ping_pong=False),
     FwdTile(128, 112, output="own"),
     FwdTile(128, 80, output="v"),
+    FwdTile(128, 128, cluster=2),
+    FwdTile(128, 80, output="v", cluster=2),
+    FwdTile(192, 80, output="own", cluster=2),
 )
 
 
@@ -102,18 +105,24 @@ def variant_id(variant) -> str:
     return f"{traits.slug}-{tile_id(tile)}"
 
 
-def tile_id(tile: FwdTile) -> str:
+def tile_id(tile: FwdTile | BwdTile) -> str:
+    if isinstance(tile, BwdTile):
+        return f"{tile.tile_m}x{tile.tile_n}" + ("" if tile.query_n is None else f"-dq{tile.query_n}")
     return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
 
 
 def cases_for(spec: KernelSpec) -> list[Case]:
     found = {}
     for traits in _products(spec, dict.fromkeys((*spec.headdims, *PADDED))):
-        compiled = spec.compiled(traits)
+        if spec.padded(traits) is None:
+            continue  # too wide: refusals_for has those
         padded = (traits.headdim, traits.headdim_v) not in spec.headdims
-        for row in spec.tiles.rows_for(compiled):
-            for choice in all_pairs(_factors(spec, traits, row, few=padded)):
-                found[_case(traits, **choice)] = None
+        asked = [replace(traits, **dict.fromkeys(words, True)) for words in _subsets(() if padded else spec.features)]
+        # Of features that compile to the same code the first stands for all: they are one more factor.
+        for compiled, first in {spec.compiled(one): one for one in reversed(asked)}.items():
+            for row in spec.tiles.rows_for(compiled):
+                for choice in all_pairs(_factors(spec, first, row, few=padded)):
+                    found[_case(first, **choice)] = None
     return list(found)
 
 
@@ -140,13 +149,21 @@ def _subsets(words):
 def _factors(spec, traits, row, few):
     """What is combined in pairs; `few` leaves out most values, for headdims that share a compiled variant."""
     m, n = row.tile.tile_m, row.tile.tile_n
+    query_n = getattr(row.tile, "query_n", None)
+    if query_n is not None:
+        m = ROW_PAD  # dQ in a kernel of its own has taller tiles, which end where those of m rows end too
     lengths_q = (1, m + 1, 3 * m + 17) if few else (1, m - 1, m, m + 1, 3 * m + 17)
     base = -(-row.min_seqlen // n) * n  # whole tiles that reach the row's bound
     lengths_k = (base + n - 1, base + n + 1, base + 5 * n + 13)
     if not few:
         lengths_k += (max(row.min_seqlen, 1), base + n)
+        lengths_k += () if query_n in (None, n) else (query_n, query_n + 1)
     compiled = spec.compiled(traits)
     reaches_row = lambda length: spec.tiles.find(compiled, length) == row.tile
+    same_code = lambda on: (
+        not (on and "deterministic" not in spec.features)
+        and compiled == spec.compiled(replace(traits, deterministic=on))
+    )
     # Beside the diagonal, narrower and wider than a tile, open on one side, wider than any sequence.
     windows = ((0, 0), (n // 2, 0), (n + 7, n // 2), (None, 9), (2 * n + m, None), (3, 2**40))
     return {
@@ -154,7 +171,7 @@ def _factors(spec, traits, row, few):
         "seqlen_k": tuple(filter(reaches_row, lengths_k)),
         "heads": ((3, 3), (4, 2), (7, 1), (12, 4))[few:] if "gqa" in spec.features else ((1, 1), (3, 3)),
         "window": (windows[2:4] if few else windows) if traits.mask == "window" else (None,),
-        "deterministic": (False, True) if "deterministic" in spec.features and not few else (False,),
+        "deterministic": tuple(on for on in (False, True) if not few and same_code(on)) or (traits.deterministic,),
         "batch": (2,) if few else (1, 3),
         "spread": (1, 8),
     }
@@ -256,7 +273,7 @@ def hard_profiles(seqlen: int, tile_n: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def hard_inputs(traits: Traits, tile: FwdTile, device=None):
+def hard_inputs(traits: Traits, tile: FwdTile | BwdTile, device=None):
     """(q, k, v, names): a batch entry for each profile, and its negative as second head; Sq and Sk a few tiles long.
 
     Every element of q and k is a small integer, so a score is exact in float32 in whatever order it is summed, and an

@@ -60,7 +60,8 @@ def kernels():
 
     from . import cases
 
-    return jit.warmup([*cases.variants(sm90.FORWARD), *cases.other_variants(sm90.FORWARD)])
+    variants = [*cases.variants(sm90.FORWARD), *cases.variants(sm90.BACKWARD)]
+    return jit.warmup([*variants, *cases.other_variants(sm90.FORWARD)])
 
 
 class Poison:
@@ -72,18 +73,19 @@ class Poison:
         self.buffers = []
 
     def allocator(self, shape, dtype, device):
-        """In place of runner._allocator."""
+        """In place of runner._allocator, for out and lse."""
+        return lambda: self.empty(shape, dtype, device)
+
+    def empty(self, shape, dtype, device):
+        """In place of runner._empty, for gradients and the workspace of a backward."""
         import torch
 
-        def allocate():
-            size = torch.Size(shape).numel() + 2 * self.GUARD
-            buffer = torch.full((size,), float("nan"), dtype=dtype, device=device)
-            for guard in self.guards(buffer):
-                guard.fill_(self.SIGN)
-            self.buffers.append(buffer)
-            return buffer[self.GUARD : -self.GUARD].view(shape)
-
-        return allocate
+        size = torch.Size(shape).numel() + 2 * self.GUARD
+        buffer = torch.full((size,), float("nan"), dtype=dtype, device=device)
+        for guard in self.guards(buffer):
+            guard.fill_(self.SIGN)
+        self.buffers.append(buffer)
+        return buffer[self.GUARD : -self.GUARD].view(shape)
 
     def guards(self, buffer):
         return buffer[: self.GUARD], buffer[-self.GUARD :]
@@ -104,6 +106,7 @@ def poison(monkeypatch):
 
     poison = Poison()
     monkeypatch.setattr(runner, "_allocator", poison.allocator)
+    monkeypatch.setattr(runner, "_empty", poison.empty)
     # What the runner prepares holds its allocator, so calls prepared before or later are kept apart.
     monkeypatch.setattr(api, "_calls", runner.Memo())
     monkeypatch.setattr(ops, "_prepared", runner.Memo())

@@ -1,6 +1,7 @@
 """What a compiled kernel uses, read from its cubin on a machine without a GPU.
 
     usage = inspect(jit.compile_cubin(...))        # one Usage
+    usages = inspect_all(jit.compile_cubin(...))   # one for each kernel, by the name of the method that it is
     python tests/inspect_cubin.py kernel.cubin ... # the same as text
 
 Registers, stack frame and block size come from the ELF file itself; instruction counts need nvdisasm, at least as new
@@ -23,6 +24,9 @@ from typing import NamedTuple
 # Attributes in the .nv.info sections, then two types of ELF sections.
 _REGISTERS, _FRAME, _STACK, _BLOCK = 0x2F, 0x11, 0x12, 0x10
 _SYMTAB, _NOBITS = 2, 8
+# How the compiler calls a kernel: kernel_cutlass_METHOD_..., and how nvdisasm starts its instructions.
+_METHOD = re.compile(r"kernel_cutlass_([a-z]+)_")
+_SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)")
 
 
@@ -53,11 +57,27 @@ class Usage(NamedTuple):
 
 def inspect(cubin: bytes) -> Usage:
     """The usage of the only kernel in `cubin`. Raises LookupError where nvdisasm is missing or kernels are several."""
-    found = _elf(cubin)
+    found = _usages(cubin)
     if len(found) != 1:
-        raise LookupError(f"one kernel was expected, found {sorted(found)}")
-    ((name, facts),) = found.items()
-    return Usage(name, facts["registers"], facts["frame"], facts["stack"], facts["block"], _opcodes(cubin))
+        raise LookupError(f"one kernel was expected, found {sorted(usage.name for usage in found)}")
+    return found[0]
+
+
+def inspect_all(cubin: bytes) -> dict[str, Usage]:
+    """Method name (such as "main") -> usage, for every kernel in `cubin`. Raises LookupError as `inspect` does."""
+    found = _usages(cubin)
+    by_method = {match[1] if (match := _METHOD.match(usage.name)) else usage.name: usage for usage in found}
+    if len(by_method) != len(found):
+        raise LookupError(f"two kernels of one name among {sorted(usage.name for usage in found)}")
+    return by_method
+
+
+def _usages(cubin):
+    opcodes = _opcodes(cubin)
+    return [
+        Usage(name, facts["registers"], facts["frame"], facts["stack"], facts["block"], opcodes[name])
+        for name, facts in _elf(cubin).items()
+    ]
 
 
 def find_nvdisasm() -> str | None:
@@ -68,6 +88,7 @@ def find_nvdisasm() -> str | None:
 
 
 def _opcodes(cubin):
+    """Kernel name -> how often each instruction stands in it."""
     tool = find_nvdisasm()
     if tool is None:
         raise LookupError("no nvdisasm: pip install nvidia-cuda-nvdisasm, or set NVDISASM")
@@ -75,7 +96,18 @@ def _opcodes(cubin):
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return collections.Counter(match[1] for line in text.splitlines() if (match := _INSTRUCTION.match(line)))
+    return count_instructions(text)
+
+
+def count_instructions(disassembly: str) -> dict[str, collections.Counter]:
+    """The same from nvdisasm's text; instructions stand behind the `.section` line of their kernel."""
+    found, name = collections.defaultdict(collections.Counter), None
+    for line in disassembly.splitlines():
+        if match := _SECTION.match(line):
+            name = match[1]
+        elif match := _INSTRUCTION.match(line):
+            found[name][match[1]] += 1
+    return found
 
 
 def _elf(blob):
@@ -118,11 +150,12 @@ def _attributes(blob):
 
 def main(paths):
     for path in paths:
-        usage = inspect(Path(path).read_bytes())
-        print(f"{path}: {usage.name}\n  registers {usage.registers}, block {usage.block}, stack {usage.stack}")
-        for name, n in sorted(usage.opcodes.items()):
-            print(f"  {n:6d}  {name}")
-        print(f"  local memory: {usage.local_memory or 'none'}")
+        for method, usage in inspect_all(Path(path).read_bytes()).items():
+            print(f"{path}: {method}, {usage.name}")
+            print(f"  registers {usage.registers}, block {usage.block}, stack {usage.stack}")
+            for name, n in sorted(usage.opcodes.items()):
+                print(f"  {n:6d}  {name}")
+            print(f"  local memory: {usage.local_memory or 'none'}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     compute-sanitizer --tool memcheck  python tests/sanitize.py [words of a slug, such as bf16 d128]
     compute-sanitizer --tool racecheck python tests/sanitize.py bf16
     compute-sanitizer --tool synccheck python tests/sanitize.py bf16
+    compute-sanitizer --tool memcheck  python tests/sanitize.py bwd
 
 `python tests/sanitize.py` alone compiles what is missing, checks the results, and so prepares the runs above.
 """
@@ -16,15 +17,15 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 
-from flashattn_hopper import jit, planner, runner
+from flashattn_hopper import jit, planner, reference, runner
 from flashattn_hopper.arguments import TORCH_DTYPES
 from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.spec.mask import Band
-from flashattn_hopper.spec.problem import AttentionProblem, Shape
+from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases
-from oracle import check_forward
+from oracle import check_forward, check_grads
 
 
 def run(variant, seqlens, trend):
@@ -37,19 +38,35 @@ def run(variant, seqlens, trend):
     generator = torch.Generator().manual_seed(0)
     make = lambda seqlen, heads, headdim: torch.randn(2, seqlen, heads, headdim, generator=generator)
     q, k = make(seqlens[0], 2, traits.headdim), make(seqlens[1], 1, traits.headdim)
-    v = make(seqlens[1], 1, traits.headdim_v)
+    v, dout = make(seqlens[1], 1, traits.headdim_v), make(seqlens[0], 2, traits.headdim_v)
     k[..., 0] -= trend * torch.arange(seqlens[1]).view(1, -1, 1)
     q[..., 0] = q[..., 0].abs() + 1
-    q, k, v = (x.to("cuda", TORCH_DTYPES[traits.dtype]) for x in (q, k, v))
+    q, k, v, dout = (x.to("cuda", TORCH_DTYPES[traits.dtype]) for x in (q, k, v, dout))
     problem = AttentionProblem(traits, shape, band, traits.headdim**-0.5)
-    forward = runner.bind(jit.compiled(spec, traits, tile, arch), planner.Plan(spec, traits, tile), problem, q, k, v)
-    out, lse = forward(q, k, v)
+    plan, fn = planner.Plan(spec, traits, tile), jit.compiled(spec, traits, tile, arch)
+    LAUNCHES[spec.phase](fn, plan, problem, q, k, v, dout, mask, cases.variant_id(variant))
+
+
+def forward(fn, plan, problem, q, k, v, dout, mask, label):
+    out, lse = runner.bind(fn, plan, problem, q, k, v)(q, k, v)
     torch.cuda.synchronize()
-    check_forward(out, lse, q, k, v, label=cases.variant_id(variant), **mask)
+    check_forward(out, lse, q, k, v, label=label, **mask)
+
+
+def backward(fn, plan, problem, q, k, v, dout, mask, label):
+    """With a gradient into lse; out and lse are the reference's, so that only one kernel of ours runs."""
+    out, lse = reference.forward(q, k, v, problem.band, problem.softmax_scale)
+    dlse = torch.randn_like(lse)
+    grads = runner.launch_backward(fn, plan, problem, dout, dlse, q, k, v, out, lse)
+    torch.cuda.synchronize()
+    check_grads(grads, q, k, v, dout, dlse, label=label, **mask)
+
+
+LAUNCHES = {FWD: forward, BWD: backward}
 
 
 def main(words):
-    variants = [*cases.variants(sm90.FORWARD), *cases.other_variants(sm90.FORWARD)]
+    variants = [*cases.variants(sm90.FORWARD), *cases.other_variants(sm90.FORWARD), *cases.variants(sm90.BACKWARD)]
     chosen = [v for v in variants if set(words) <= set(v[1].slug.split("."))]
     if not chosen:
         raise SystemExit(f"no variant has all of {', '.join(words)} in its slug")
@@ -58,7 +75,7 @@ def main(words):
     for variant in chosen:
         tile = variant[2]
         for seqlens in ((tile.tile_m + 1, 2 * tile.tile_n + 5), (1, 1), (2 * tile.tile_m, tile.tile_n)):
-            for trend in (0, 50):
+            for trend in (0, 50) if variant[0].phase == FWD else (0,):
                 run(variant, seqlens, trend)
                 launches += 1
     print(f"sanitize: {len(chosen)} variants, {launches} launches, all right")

@@ -230,9 +230,9 @@ def _shape(q, k):
 @pytest.mark.parametrize(
     "keywords, reasons",
     [
-        ({"precision": "fp8"}, {"sm90.forward": "no fp8", "reference.forward": "only with backend='reference'"}),
+        ({"precision": "fp8"}, {"sm90.forward": "no fp8", "reference.forward_fp8": "only with backend='reference'"}),
         ({"precision": "fp32"}, {"sm90.forward": "no fp32", "reference.forward": "only with backend='reference'"}),
-        ({"precision": "fp8", "backend": "reference"}, {"reference.forward": "no fp8"}),
+        ({"precision": "fp8", "backend": "sm90"}, {"reference.forward_fp8": "backend='sm90' was asked for"}),
     ],
 )
 def test_explain_answers_where_nothing_runs(monkeypatch, keywords, reasons):

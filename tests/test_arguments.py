@@ -58,7 +58,7 @@ BAD = {
     "complex": ({"dtype": torch.complex64}, {}, TypeError, ["complex64"]),
     "v int": ({"dtype": (BF, BF, torch.int64)}, {}, TypeError, ["v: is int64"]),
     "float8": ({"dtype": torch.float8_e4m3fn}, {}, NotImplementedError, ["float8_e4m3fn", "bfloat16"]),
-    "precision fp8": ({}, {"precision": "fp8"}, NotImplementedError, ["fp8", "bf16", "fp16"]),
+    "precision fp8": ({}, {"precision": "fp8", "backend": "sm90"}, NotImplementedError, ["sm90.forward", "reference"]),
     # words
     "precision": ({}, {"precision": "half"}, ValueError, ["precision", "'half'", "'bf16'", "'auto'"]),
     "precision dtype": ({}, {"precision": BF}, TypeError, ["precision", "'bf16'", "dtype"]),

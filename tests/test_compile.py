@@ -8,18 +8,18 @@ import torch
 from flashattn_hopper import jit, planner
 from flashattn_hopper.arguments import TORCH_DTYPES, check, problem_of
 from flashattn_hopper.catalog import CATALOG
-from flashattn_hopper.kernels.common.operands import FwdOperands
+from flashattn_hopper.kernels.common.operands import BwdOperands, FwdOperands
 from flashattn_hopper.kernels.sm90 import specs as sm90
-from flashattn_hopper.spec.problem import FWD, Traits
-from flashattn_hopper.spec.tile import FwdTile
+from flashattn_hopper.spec.problem import BWD, FWD, Traits
 
 from . import cases
 from .fake_cuda import accepts
-from .inspect_cubin import inspect
+from .inspect_cubin import count_instructions, inspect, inspect_all
 
 KERNELS = [spec for spec in CATALOG if spec.arch is not None]
 VARIANTS = [variant for spec in KERNELS for variant in cases.variants(spec)]
 OTHERS = cases.other_variants(sm90.FORWARD)
+FORWARDS, BACKWARDS = ([variant for variant in VARIANTS if variant[0].phase == phase] for phase in (FWD, BWD))
 
 # Registers of a thread at launch: what 65536 allow, in eights, for so many threads; hand-overs start from there.
 LAUNCH_REGISTERS = {256: 255, 384: 168, 512: 128}
@@ -30,13 +30,9 @@ MOST_WARPGROUP = 40
 # The machine code. One process needs 5 s for each variant, so this part is for `pytest -n`.
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("variant", [*VARIANTS, *OTHERS], ids=cases.variant_id)
-def test_machine_code(variant, monkeypatch):
-    _, traits, tile, arch = variant
-    shared = smem_of(monkeypatch)
-    used = inspect(jit.compile_cubin(*variant))
-    assert not used.local_memory and used.stack == 0, f"spilled registers: {used.local_memory}, stack {used.stack} B"
+def check_main_kernel(used, tile, arch):
+    """What holds for every kernel of warpgroups in roles."""
+    check_no_spills(used)
     for family in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert used.count(family), f"no {family}"
     # A missing election: the copy is then issued once for every lane.
@@ -47,16 +43,82 @@ def test_machine_code(variant, monkeypatch):
     # The hand-over must fit what the launch allocated: one warpgroup of producers, the others consumers.
     producer, consumer = tile.registers
     assert producer + tile.num_consumers * min(consumer, 255) <= arch.registers // 128
+
+
+def check_no_spills(used):
+    assert not used.local_memory and used.stack == 0, f"spilled registers: {used.local_memory}, stack {used.stack} B"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("variant", [*FORWARDS, *OTHERS], ids=cases.variant_id)
+def test_machine_code(variant, monkeypatch):
+    _, traits, tile, arch = variant
+    shared = smem_of(monkeypatch)
+    check_main_kernel(inspect(jit.compile_cubin(*variant)), tile, arch)
     assert len(shared) == 1 and shared[0] <= tile.smem_bytes(traits) <= arch.smem_bytes
 
 
 @pytest.mark.compile
-def test_inspection_sees_spills_and_serialised_products():
-    """A tile that asks for more registers than a thread has."""
-    traits = Traits(FWD, "bf16", 128, 128)
-    used = inspect(jit.compile_cubin(sm90.FORWARD, traits, FwdTile(192, 112), sm90.FORWARD.arch))
-    assert used.local_memory.keys() == {"frame", "LDL", "STL"} and used.stack > 0
-    assert used.count("WARPGROUP") > MOST_WARPGROUP
+@pytest.mark.parametrize("variant", BACKWARDS, ids=cases.variant_id)
+def test_machine_code_of_the_backward(variant, monkeypatch):
+    """Three kernels in one: prepare, main, and what ends dQ."""
+    _, traits, tile, arch = variant
+    shared = smem_of(monkeypatch)
+    kernels = inspect_all(jit.compile_cubin(*variant))
+    summed = tile.query_n is None
+    assert kernels.keys() == {"prepare", "main", "finish" if summed else "kernel"}
+    main = kernels["main"]
+    check_main_kernel(main, tile, arch)
+    assert main.count("UBLKCP"), "lse and delta are not copied in bulk"
+    added = main.count("RED") + main.count("REDG")
+    if summed:
+        vectors = sum(n for name, n in main.opcodes.items() if name.startswith(("RED.", "REDG.")) and "F32x4" in name)
+        # A quarter of the dQ that a thread holds: tile_m x headdim over the threads of the consumers.
+        of_a_thread = tile.tile_m * traits.headdim // (128 * tile.num_consumers)
+        assert vectors == added and vectors % (of_a_thread // 4) == 0 < vectors, "dQ is not added in vectors"
+    else:
+        assert not added
+        check_main_kernel(kernels["kernel"], tile, arch)  # the same warpgroups and registers
+    for name in kernels.keys() & {"prepare", "finish"}:
+        used = kernels[name]
+        check_no_spills(used)
+        assert not any(map(used.count, ("HGMMA", "UTMALDG", "RED", "REDG")))
+        assert used.threads == 256 and used.registers <= 64  # a thousand threads of a multiprocessor
+        assert used.count("LDG") and used.count("STG")
+    assert not any(used.count(word) for used in kernels.values() for word in ("ATOM", "ATOMG"))
+    assert len(shared) == (1 if summed else 2)
+    assert shared[0] <= tile.smem_bytes(traits) <= arch.smem_bytes and max(shared) <= arch.smem_bytes
+
+
+def test_instructions_are_counted_for_each_kernel():
+    """Two kernels as nvdisasm prints them, with predicates, labels and comments between."""
+    text = """
+\t.section\t.text.kernel_cutlass_one_x_0,"ax",@progbits
+.text.kernel_cutlass_one_x_0:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/              @UP1 UTMALDG.4D [UR8], [UR4] ;
+\t.section\t.nv.shared.kernel_cutlass_one_x_0,"aw",@nobits
+\t.section\t.text.kernel_cutlass_two_x_1,"ax",@progbits
+        /*0000*/                   LDG.E R4, desc[UR4][R2.64] ;
+        /*0010*/                   LDG.E R5, desc[UR4][R2.64] ;
+"""
+    assert count_instructions(text) == {
+        "kernel_cutlass_one_x_0": {"LDC": 1, "LDG.E.128": 1, "UTMALDG.4D": 1},
+        "kernel_cutlass_two_x_1": {"LDG.E": 2},
+    }
+
+
+@pytest.mark.compile
+def test_one_kernel_is_not_picked_among_several():
+    spec = sm90.BACKWARD
+    traits = Traits(BWD, "bf16", 64, 64)
+    cubin = jit.compile_cubin(spec, traits, spec.tiles.find(traits, 1), spec.arch)
+    with pytest.raises(LookupError, match=r"one kernel was expected, found .*finish.*main.*prepare"):
+        inspect(cubin)
+    names = {used.name for used in inspect_all(cubin).values()}
+    assert len(names) == 3 and all(name.startswith("kernel_") for name in names)
 
 
 def smem_of(monkeypatch):
@@ -85,10 +147,12 @@ def test_the_variants_are_what_the_catalog_promises():
         features = itertools.product((False, True), repeat=len(spec.features))
         for dtype, mask, on in itertools.product(spec.dtypes, spec.masks, list(features)):
             extras = dict(zip(sorted(spec.features), on))
-            widths = range(spec.multiple, max(spec.headdims)[0] + 1, spec.multiple)
-            for headdim, headdim_v in itertools.product(widths, (None, 8, 64, 128, 256)):
+            top, top_v = max(spec.headdims)
+            widths = range(spec.multiple, top + 1, spec.multiple)
+            values = [d for d in (None, 8, 64, 128, 256) if d is None or d <= top_v]
+            for headdim, headdim_v in itertools.product(widths, values):
                 traits = Traits(spec.phase, dtype, headdim, headdim_v or headdim, mask, **extras)
-                assert spec.refuses(traits, spec.arch.capability) is None
+                assert spec.refuses(traits, spec.arch.capability, spec.backend) is None
                 padded = spec.compiled(traits)
                 for length in lengths:
                     variant = spec, padded, spec.tiles.find(padded, length), spec.arch
@@ -102,7 +166,7 @@ def test_what_is_not_declared_is_refused(spec):
     refused = cases.refusals_for(spec)
     assert {t.dtype for t in refused} | spec.dtypes == {"fp16", "bf16", "fp8", "fp32", "fp64"}
     for traits in refused:
-        assert spec.refuses(traits, spec.arch.capability), traits.slug
+        assert spec.refuses(traits, spec.arch.capability, spec.backend), traits.slug
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
@@ -124,8 +188,9 @@ def test_cases_are_what_they_say(spec):
         )  # fmt: skip
         edges = request.window_left, request.window_right
         problem = problem_of(*shapes, request.dtype, request.softmax_scale, *edges, request.deterministic)
+        problem = problem.for_phase(spec.phase)
         assert (problem.traits, problem.shape) == (t, s)
-        plan = planner.plan(t, spec.arch.capability, "auto", s)
+        plan = planner.plan(t, spec.arch.capability, spec.backend, s)
         assert plan.spec is spec
         tile = plan.tile
         reached.add((spec, plan.traits, tile, spec.arch, s.seqlen_q % tile.tile_m, s.seqlen_k % tile.tile_n))
@@ -169,12 +234,21 @@ def test_hard_inputs_rise_beyond_float_range_within_a_tile():
 # What a compiled kernel accepts
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def windowed(spec, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHATTN_HOPPER_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        traits = Traits(FWD, "bf16", 64, 64, "window")
-        yield jit.compiled(sm90.FORWARD, traits, sm90.FORWARD.tiles.find(traits, 512), sm90.FORWARD.arch)
+        traits = Traits(spec.phase, "bf16", 64, 64, "window")
+        yield jit.compiled(spec, traits, spec.tiles.find(traits, 512), spec.arch)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    yield from windowed(sm90.FORWARD, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def compiled_backward(tmp_path_factory):
+    yield from windowed(sm90.BACKWARD, tmp_path_factory)
 
 
 def operands(**changes):
@@ -244,4 +318,66 @@ def test_operands(compiled, name):
         return
     changes = REFUSED[name]
     answer = accepts(compiled, operands()[:-1] if changes is None else operands(**changes))
+    assert answer.startswith(("TypeError", "ValueError", "RuntimeError")), answer
+
+
+def backward_operands(**changes):
+    """Operands of a windowed backward, B = 2, Sq = 40, Sk = 60, 4 and 2 heads, with some replaced."""
+    make = lambda seqlen, heads: half(2, seqlen, heads, 64)
+    addresses = dict.fromkeys(("o", "lse", "dlse", "dq", "dk", "dv", "workspace"), 4096)
+    usual = BwdOperands(
+        q=make(40, 4),
+        k=make(60, 2),
+        v=make(60, 2),
+        do=make(40, 4),
+        **addresses,
+        softmax_scale=0.125,
+        window_left=3,
+        window_right=5,
+    )
+    return tuple(usual._replace(**changes))
+
+
+ACCEPTED_BACKWARD = {
+    "usual": {},
+    "no gradient into lse": {"dlse": 0},
+    "dout stored heads first": {"do": half(2, 4, 40, 64).transpose(1, 2)},
+    "dout expanded over heads": {"do": half(2, 40, 1, 64).expand(-1, -1, 4, -1)},
+    "dout expanded over the sequence": {"do": half(2, 1, 4, 64).expand(-1, 40, -1, -1)},
+    "dout in padded rows": {"do": half(2, 40, 4, 72)[..., :64]},
+    "slices of a packed projection": {"k": half(2, 60, 3, 2, 64)[:, :, 1], "v": half(2, 60, 3, 2, 64)[:, :, 2]},
+    "another length": {"k": half(2, 333, 2, 64), "v": half(2, 333, 2, 64)},
+    "multi-query": {"k": half(2, 60, 1, 64), "v": half(2, 60, 1, 64)},
+    "a narrower headdim": {"q": half(2, 40, 4, 40), "k": half(2, 60, 2, 40)},
+    "a narrower headdim of v": {"v": half(2, 60, 2, 48), "do": half(2, 40, 4, 48)},
+}
+REFUSED_BACKWARD = {
+    "a last dimension of stride 0": {"do": half(2, 40, 4, 1).expand(-1, -1, -1, 64)},
+    "an odd row stride of dout": {"do": half(2, 40, 4, 65)[..., :64]},
+    "a misaligned dout": {"do": half(2 * 40 * 4 * 64 + 1)[1:].view(2, 40, 4, 64)},
+    "dout of another length": {"do": half(2, 41, 4, 64)},
+    "dout with other heads": {"do": half(2, 40, 2, 64)},
+    "dout in another headdim than v": {"do": half(2, 40, 4, 48)},
+    "dout in float32": {"do": torch.zeros(2, 40, 4, 64)},
+    "another batch": {"k": half(3, 60, 2, 64), "v": half(3, 60, 2, 64)},
+    "lengths of k and v that differ": {"v": half(2, 61, 2, 64)},
+    "headdims of q and k that differ": {"k": half(2, 60, 2, 56)},
+    "a gradient that is no address": {"dq": half(2, 40, 4, 64)},
+    "no workspace": {"workspace": None},
+    "dlse left out": {"dlse": None},
+    "no window edge": {"window_left": None},
+    "too few operands": None,
+}
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake CUDA tensor must not reach a real device")
+@pytest.mark.parametrize("name", [*ACCEPTED_BACKWARD, *REFUSED_BACKWARD])
+def test_backward_operands(compiled_backward, name):
+    if name in ACCEPTED_BACKWARD:
+        assert accepts(compiled_backward, backward_operands(**ACCEPTED_BACKWARD[name])) == "accepted"
+        return
+    changes = REFUSED_BACKWARD[name]
+    sent = backward_operands()[:-1] if changes is None else backward_operands(**changes)
+    answer = accepts(compiled_backward, sent)
     assert answer.startswith(("TypeError", "ValueError", "RuntimeError")), answer

@@ -116,7 +116,22 @@ def test_support_follows_the_catalog(generate, monkeypatch):
     page = generate.support()
     assert "| `sm99.forward` | fwd | compute capability 9.0 (sm_90a) | fp16, bf16, fp8 |" in page
     assert "| causal | from 777 | 64 x 48 | grid | 1 | the slab of Q | 256 |" in page
-    assert "fwd: no kernel takes" not in page and "bwd: no kernel takes fp8" in page
+    assert "- fwd: no compiled kernel takes fp32, fp64." in page
+    assert "- bwd: no compiled kernel takes fp8, fp32, fp64." in page
+    assert "fwd: no kernel takes" not in page and "fwd: no compiled kernel is chosen" not in page
+
+
+def test_support_says_what_runs_only_on_request(generate, monkeypatch):
+    sm90 = next(spec for spec in CATALOG if spec.name == "sm90.backward")
+    asked, ready = replace(sm90, on_request="it is young"), replace(sm90, on_request="")
+    rows = [spec for spec in CATALOG if spec is not sm90]
+    monkeypatch.setattr(generate, "CATALOG", (*rows, asked))
+    page = generate.support()
+    assert '(sm_90a), with `backend="sm90"` only |' in page and "| it is young |" in page
+    assert "bwd: no compiled kernel is chosen by itself" in page
+    assert "| tile_m x tile_n | consumer warpgroups |" in page
+    monkeypatch.setattr(generate, "CATALOG", (*rows, ready))
+    assert "only |" not in generate.support() and "is chosen by itself" not in generate.support()
 
 
 def test_support_pads_as_the_planner_does(generate):

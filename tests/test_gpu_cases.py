@@ -1,5 +1,6 @@
-"""Cases from bug reports of attention kernels (by number) on CUDA tensors; the gradients come from the reference.
+"""Cases from bug reports of attention kernels (by number) on CUDA tensors.
 
+Gradients come from the Hopper backward where the backend is named and it takes the call, else from the reference.
 The numbers are those of test_api_cases.py and test_reference.py, which hold what a CPU can show.
 """
 
@@ -237,12 +238,14 @@ def test_c30_explain_says_which_path_runs():
     q, k, v = qkv(headdim=72)
     said = explain(q, k, v, causal=True)
     assert (said.kernel, said.backend, said.backward) == ("sm90.forward", "sm90", "reference.backward")
+    assert explain(q, k, v, causal=True, backend="sm90").backward == "sm90.backward"
     assert said.compiled == "fwd.bf16.d96.causal" and said.tile is not None
     assert "headdim 72 runs as 96" in said.notes and "backward: tiled PyTorch recomputation" in said.notes
     assert "k: last dimension is not contiguous: copied once" in explain(q, cases.LAYOUTS["every_other"](k), v).notes
     assert explain(q, k, v, backend="reference").kernel == "reference.forward"
     fp8 = explain(q, k, v, precision="fp8")
     assert fp8.kernel is None and "no fp8" in dict(fp8.refused)["sm90.forward"]
+    assert explain(q, k, v, precision="fp8", backend="reference").kernel == "reference.forward_fp8"
     with pytest.raises(NotImplementedError, match="fp8"):
         attend(q, k, v, precision="fp8")
     with pytest.raises(NotImplementedError, match="no fp32"):

@@ -1,5 +1,6 @@
 """Which kernel is chosen, why the others are not, and what the runner hands to it. No GPU: kernels are stood in for."""
 
+import ctypes
 import logging
 from dataclasses import replace
 
@@ -8,10 +9,11 @@ import torch
 
 from flashattn_hopper import planner, runner
 from flashattn_hopper.catalog import CATALOG
-from flashattn_hopper.kernels.common.operands import FwdOperands
+from flashattn_hopper.kernels.common.operands import BwdOperands, FwdOperands
 from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Traits
+from flashattn_hopper.spec.tile import ROW_PAD
 
 SHAPE = Shape(2, 5, 9, 4, 2)
 D128 = Traits(FWD, "bf16", 128, 128)
@@ -59,19 +61,61 @@ def test_hopper_refuses(changes, reason):
     assert reason in str(info.value) and 'backend="reference"' in str(info.value)
 
 
-def test_fp8_has_no_way_out():
+def test_fp8_on_a_gpu_is_only_the_reference_s():
     with pytest.raises(NotImplementedError) as info:
         planner.plan(replace(D128, dtype="fp8"), (9, 0), "auto", SHAPE)
-    assert "no fp8" in str(info.value) and 'backend="reference" runs it' not in str(info.value)
+    message = str(info.value)
+    assert "sm90.forward: no fp8" in message and 'backend="reference" runs it' in message
+    assert "reference.forward_fp8: runs on sm_90 only" in message and "reference.forward:" not in message
+    assert planner.plan(replace(D128, dtype="fp8"), (9, 0), "reference", SHAPE).spec.name == "reference.forward_fp8"
 
 
 @pytest.mark.parametrize("backend", ["auto", "sm90", "reference"])
 @pytest.mark.parametrize("capability", [None, (9, 0)])
 def test_every_forward_has_a_backward(backend, capability):
-    chosen = planner.plan(replace(D128, phase=BWD), capability, backend, SHAPE)
-    assert chosen.spec.phase == BWD
-    if backend != "auto" and any(s.phase == BWD and s.backend == backend for s in CATALOG):
+    """Of the backend that was named, where that has one that takes it."""
+    traits = replace(D128, phase=BWD)
+    chosen = planner.plan(traits, capability, backend, SHAPE)
+    assert chosen.spec.phase == BWD and chosen.spec.refuses(traits, capability, chosen.spec.backend) is None
+    if any(s.backend == backend and s.refuses(traits, capability, backend) is None for s in CATALOG):
         assert chosen.spec.backend == backend
+
+
+TOO_WIDE, TOO_WIDE_V = (d + 8 for d in max(sm90.BACKWARD.headdims))
+AT_MOST = "at most {} and {}".format(*max(sm90.BACKWARD.headdims))
+
+
+@pytest.mark.parametrize(
+    "changes, capability, kernel, reason",
+    [
+        ({}, (9, 0), "sm90.backward", None),
+        ({"headdim": 72, "headdim_v": 40, "gqa": True, "mask": "window"}, (9, 0), "sm90.backward", None),
+        ({"deterministic": True}, (9, 0), "sm90.backward", None),
+        ({"headdim": TOO_WIDE}, (9, 0), "reference.backward", f"headdim {TOO_WIDE}, headdim_v 128: {AT_MOST}"),
+        ({"headdim_v": TOO_WIDE_V}, (9, 0), "reference.backward", f"headdim 128, headdim_v {TOO_WIDE_V}: {AT_MOST}"),
+        ({"headdim": 20}, (9, 0), "reference.backward", "headdim 20, headdim_v 128: both must be multiples of 8"),
+        ({}, None, "reference.backward", "needs sm_90, the tensors are on cpu"),
+    ],
+)
+def test_the_backward_of_sm90(changes, capability, kernel, reason):
+    """By name, where it takes the problem; elsewhere the reference, and the reason is the kernel's own."""
+    traits = replace(D128, phase=BWD, **changes)
+    chosen = planner.plan(traits, capability, "sm90", SHAPE)
+    assert chosen.spec.name == kernel
+    assert planner.refusals(traits, capability, "sm90").get("sm90.backward") == reason
+    if reason is None:
+        assert chosen.tile == sm90.BACKWARD.tiles.find(chosen.traits, SHAPE.seqlen_k)
+        assert not chosen.traits.gqa and (chosen.traits.headdim, chosen.traits.headdim_v) in sm90.BACKWARD.headdims
+        # What must repeat bit by bit may not add to dQ from several thread blocks.
+        assert not chosen.traits.deterministic or chosen.tile.query_n is not None
+
+
+def test_the_backward_of_sm90_is_not_chosen_by_itself():
+    traits = replace(D128, phase=BWD)
+    chosen = planner.plan(traits, (9, 0), "auto", SHAPE)
+    assert chosen == (planner.plan(traits, (9, 0), "reference", SHAPE).spec, traits, None)
+    reason = planner.refusals(traits, (9, 0), "auto")["sm90.backward"]
+    assert reason == f"only with backend='sm90': {sm90.BACKWARD.on_request}"
 
 
 def test_headdim_is_padded_and_features_that_change_nothing_are_dropped():
@@ -91,7 +135,7 @@ def test_every_tile_row_is_reached(row):
 
 def test_refusals_name_only_rows_of_the_phase():
     assert set(planner.refusals(D128, None)) == {"sm90.forward"}
-    assert planner.refusals(replace(D128, phase=BWD), None) == {}
+    assert set(planner.refusals(replace(D128, phase=BWD), None)) == {"sm90.backward"}
 
 
 def test_capability_of_the_cpu():
@@ -102,13 +146,13 @@ def test_capability_of_the_cpu():
 
 
 class Recorder:
-    """Stands in for a compiled kernel."""
+    """Stands in for a compiled kernel that takes `operands`."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, operands=FwdOperands):
+        self.operands, self.calls = operands, []
 
     def __call__(self, operands):
-        self.calls.append(FwdOperands(*operands))
+        self.calls.append(self.operands(*operands))
 
     @property
     def last(self):
@@ -392,3 +436,202 @@ def test_a_launch_runs_on_the_device_of_its_tensors(stream, monkeypatch):
     forward(*operands)
     assert seen == [1] and current == [0]
     assert allocated == [torch.device("cuda", 1)] * 3
+
+
+# The backward
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Every tensor that the runner allocates for a backward, in order."""
+    made, empty = [], runner._empty
+    monkeypatch.setattr(runner, "_empty", lambda *what: made.append(empty(*what)) or made[-1])
+    return made
+
+
+def forward_results(q, v):
+    """What a forward of these would have left: out and lse."""
+    out = torch.randn(*q.shape[:3], v.shape[3]).to(q.dtype)
+    return out, torch.randn(q.shape[0], q.shape[2], q.shape[1])
+
+
+def launched(q, k, v, dout, dlse=None, out=None, lse=None, band=FULL):
+    """(what the kernel was given, the gradients)"""
+    asked = problem(q, k, v, band).for_phase(BWD)
+    usual = forward_results(q, v)
+    out, lse = usual[0] if out is None else out, usual[1] if lse is None else lse
+    fn = Recorder(BwdOperands)
+    chosen = planner.plan(asked.traits, (9, 0), "sm90", asked.shape)
+    grads = runner.launch_backward(fn, chosen, asked, dout, dlse, q, k, v, out, lse)
+    return fn.last, grads
+
+
+def floats_at(address, count):
+    """What lies at an address that a kernel was given, while the test keeps it alive."""
+    return list((ctypes.c_float * count).from_address(address))
+
+
+def test_backward_operands_in_order(kept):
+    q, k, v = qkv(headdim=64, headdim_v=128)
+    out, lse = forward_results(q, v)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    sent, (dq, dk, dv) = launched(q, k, v, dout, dlse, out, lse)
+    assert sent.q is q and sent.k is k and sent.v is v and sent.do is dout
+    assert (sent.o, sent.lse, sent.dlse) == (out.data_ptr(), lse.data_ptr(), dlse.data_ptr())
+    assert (sent.dq, sent.dk, sent.dv) == (dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
+    assert sent[11:] == (0.125, None, None)
+    for grad, x in zip((dq, dk, dv), (q, k, v)):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
+    *grads, workspace = kept
+    assert all(a is b for a, b in zip(grads, (dq, dk, dv))) and sent.workspace == workspace.data_ptr()
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 127, 128, 129, 500])
+@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (128, 128), (40, 128), (200, 200)], ids=str)
+def test_the_workspace_holds_padded_rows(kept, seqlen_q, dims):
+    q, k, v = qkv(seqlen_q=seqlen_q, headdim=dims[0], headdim_v=dims[1])
+    asked = problem(q, k, v).for_phase(BWD)
+    launched(q, k, v, torch.ones(*q.shape[:3], dims[1], dtype=q.dtype))
+    workspace, plan = kept[-1], planner.plan(asked.traits, (9, 0), "sm90", asked.shape)
+    assert workspace.dtype == torch.float32 and workspace.is_contiguous()
+    rows = 2 * 4 * -(-seqlen_q // ROW_PAD) * ROW_PAD
+    assert workspace.numel() == rows * plan.tile.workspace_floats(plan.traits.headdim)
+
+
+@pytest.mark.parametrize(
+    "band, edges", [(Band(3, 0), (3, 0)), (Band(None, 4), (14, 4)), (Band(2**40, 1), (14, 1)), (Band(None, 0), None)]
+)
+def test_backward_window_edges(band, edges):
+    q, k, v = qkv()
+    sent, _ = launched(q, k, v, torch.ones_like(q), band=band)
+    assert (sent.window_left, sent.window_right) == (edges or (None, None))
+
+
+def test_no_gradient_into_lse_is_address_0():
+    q, k, v = qkv()
+    assert launched(q, k, v, torch.ones_like(q))[0].dlse == 0
+
+
+def test_no_gradient_into_out_is_zeros():
+    q, k, v = qkv(headdim_v=128)
+    dlse = torch.randn(2, 4, 5)
+    sent, _ = launched(q, k, v, None, dlse)
+    assert sent.do.shape == (2, 5, 4, 128) and sent.do.dtype == q.dtype and not sent.do.any()
+    assert sent.dlse == dlse.data_ptr()
+
+
+@pytest.mark.parametrize("name", READ_IN_PLACE)
+def test_dout_read_in_place(name):
+    q, k, v = qkv()
+    dout = READ_IN_PLACE[name](torch.randn_like(q))
+    assert launched(q, k, v, dout)[0].do is dout
+
+
+@pytest.mark.parametrize(
+    "name, dout",
+    [
+        *((name, copied(torch.randn(2, 5, 4, 64).bfloat16())) for name, copied in COPIED.items()),
+        ("all strides zero", torch.ones((), dtype=torch.bfloat16).expand(2, 5, 4, 64)),
+        ("misaligned", torch.randn(2 * 5 * 4 * 64 + 1).bfloat16()[1:].view(2, 5, 4, 64)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_dout_copied(name, dout):
+    q, k, v = qkv()
+    sent = launched(q, k, v, dout)[0].do
+    assert sent.is_contiguous() and sent.data_ptr() % 16 == 0 and torch.equal(sent, dout)
+
+
+@pytest.mark.parametrize("place", range(3), ids="qkv")
+@pytest.mark.parametrize("name", COPIED)
+def test_inputs_of_the_backward_are_copied_as_those_of_the_forward(name, place):
+    operands = qkv()
+    operands[place] = COPIED[name](torch.randn_like(operands[place]))
+    sent, grads = launched(*operands, torch.ones_like(operands[0]))
+    assert sent[place].is_contiguous() and torch.equal(sent[place], operands[place])
+    assert all(sent[i] is operands[i] for i in range(3) if i != place)
+    assert grads[place].shape == operands[place].shape and grads[place].is_contiguous()
+
+
+def test_results_of_the_forward_come_as_contiguous_addresses(monkeypatch):
+    """out and lse of another kernel, and a gradient into lse that autograd expanded."""
+    q, k, v = qkv()
+    out = torch.randn(2, 4, 5, 64).bfloat16().transpose(1, 2)
+    lse = torch.randn(2, 5, 4).transpose(1, 2)
+    dlse = torch.full((), 0.5, dtype=torch.float64).expand(2, 4, 5)
+    seen = {}
+
+    class Reader(Recorder):
+        def __call__(self, operands):
+            super().__call__(operands)
+            halves = torch.tensor(list((ctypes.c_int16 * out.numel()).from_address(self.last.o)), dtype=torch.int16)
+            seen["out"] = halves.view(torch.bfloat16).view(2, 5, 4, 64)
+            seen["lse"], seen["dlse"] = (floats_at(x, lse.numel()) for x in (self.last.lse, self.last.dlse))
+
+    monkeypatch.setitem(globals(), "Recorder", Reader)
+    launched(q, k, v, torch.ones_like(q), dlse, out, lse)
+    assert torch.equal(seen["out"], out)
+    assert seen["lse"] == lse.contiguous().flatten().tolist() and seen["dlse"] == [0.5] * lse.numel()
+
+
+def test_a_misaligned_out_is_copied():
+    """The kernel reads it in vectors of 16 bytes."""
+    q, k, v = qkv()
+    out = torch.randn(q.numel() + 1).bfloat16()[1:].view(q.shape)
+    assert out.is_contiguous() and out.data_ptr() % 16
+    assert launched(q, k, v, torch.ones_like(q), out=out)[0].o % 16 == 0
+
+
+@pytest.fixture
+def hopper_backward(hopper, monkeypatch):
+    fn, asked = Recorder(BwdOperands), hopper[1]
+    monkeypatch.setattr(runner.jit, "compiled", lambda *args: asked.append(args) or fn)
+    return fn, asked
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
+def test_only_wanted_gradients_come_back(hopper_backward, needs):
+    fn, asked = hopper_backward
+    q, k, v = qkv(headdim=72, headdim_v=72)
+    out, lse = forward_results(q, v)
+    grads = runner.backward(problem(q, k, v), "sm90", torch.ones_like(out), None, q, k, v, out, lse, needs)
+    chosen = planner.plan(problem(q, k, v).for_phase(BWD).traits, (9, 0), "sm90", problem(q, k, v).shape)
+    assert chosen.traits == sm90.BACKWARD.compiled(problem(q, k, v).for_phase(BWD).traits) and chosen.tile
+    assert asked == [(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)] and len(fn.calls) == 1
+    assert [g is not None for g in grads] == list(needs)
+    assert all(g.shape == x.shape for g, x in zip(grads, (q, k, v)) if g is not None)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads": 0, "heads_kv": 0}], ids=str
+)
+def test_an_empty_backward_launches_nothing(hopper_backward, sizes):
+    fn, asked = hopper_backward
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(**sizes))
+    out, lse = forward_results(q, v)
+    needs = True, False, True
+    dq, dk, dv = runner.backward(problem(q, k, v), "sm90", torch.ones_like(out), None, q, k, v, out, lse, needs)
+    assert not asked and not fn.calls and dk is None
+    for grad, x in ((dq, q), (dv, v)):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous() and not grad.any()
+
+
+@pytest.mark.parametrize("backend, headdim", [("auto", 64), ("sm90", TOO_WIDE)])
+def test_what_the_kernel_refuses_goes_to_the_reference(hopper_backward, backend, headdim):
+    fn, asked = hopper_backward
+    q, k, v = qkv(headdim=headdim)
+    out, lse = forward_results(q, v)
+    grads = runner.backward(problem(q, k, v), backend, torch.ones_like(out), None, q, k, v, out, lse, (True,) * 3)
+    assert not asked and not fn.calls
+    assert all(g.shape == x.shape and bool(g.any()) for g, x in zip(grads, (q, k, v)))
+
+
+def test_the_log_says_why_the_kernel_was_not_taken(hopper, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_announced", set())
+    q, k, v = qkv()
+    out, lse = forward_results(q, v)
+    with caplog.at_level(logging.INFO, "flashattn_hopper"):
+        runner.backward(problem(q, k, v), "auto", torch.ones_like(out), None, q, k, v, out, lse, (True,) * 3)
+    (record,) = caplog.records
+    assert "reference.backward runs bwd.bf16.d64.full" in record.message
+    assert f"not sm90.backward: only with backend='sm90': {sm90.BACKWARD.on_request}" in record.message

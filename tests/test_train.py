@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
+from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.train.accuracy import Batch, Grads, capture, gradients, measure, plain
 from flashattn_hopper.train.attention import ATTEND
-from flashattn_hopper.train.config import DEFAULTS, resolve
+from flashattn_hopper.train.config import DEFAULTS, pick_backend, resolve
 from flashattn_hopper.train.data import is_validation, load_corpus, sample
 from flashattn_hopper.train.job import Trainer, learning_rate, train, validation_steps
 from flashattn_hopper.train.model import GPT, GPTConfig
@@ -246,11 +247,20 @@ def test_train_writes_png_and_json(command, tmp_path):
         assert text in result.output
 
 
-def test_fp8_is_refused_with_its_message(command, tmp_path):
-    result = command("train", *options(device="cpu", precision="fp8", out=tmp_path / "run", **TINY))
-    assert result.exit_code == 2
-    assert "fp8" in result.output and "Traceback" not in result.output
-    assert not (tmp_path / "run").exists()
+def test_fp8_on_a_gpu_asks_for_the_emulation_and_says_why(monkeypatch):
+    monkeypatch.setattr("flashattn_hopper.train.config.capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    backend, why = pick_backend("cuda", Traits("fwd", "fp8", 64, 64, "causal"))
+    assert backend == "reference" and why.startswith("NVIDIA H200: sm90.forward: no fp8")
+    assert pick_backend("cuda", Traits("fwd", "bf16", 64, 64, "causal")) == ("auto", "NVIDIA H200")
+
+
+def test_fp8_run_learns(command, tmp_path):
+    sizes = TINY | {"steps": 30, "seqlen": 64}
+    result = command("train", *options(device="cpu", precision="fp8", out=tmp_path / "run", **sizes))
+    assert result.exit_code == 0 and "reference.forward_fp8" in result.output
+    losses = json.loads((tmp_path / "run" / "run.json").read_text())["losses"]
+    assert len(losses) == 30 and max(losses[-3:]) < losses[0] - 1.5
 
 
 @pytest.mark.parametrize("args", [("--heads", "5"), ("--steps", "0"), ("--device", "tpu"), ("--precision", "int4")])

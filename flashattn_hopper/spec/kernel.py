@@ -31,6 +31,7 @@ class KernelSpec:
     invariant_to: frozenset[str] = frozenset()
     evidence: str = ""  # bench result that the tile table was chosen from
     entry: str = ""  # "module:Class", loaded only when compiled
+    on_request: str = ""  # why backend="auto" does not choose it yet; naming its backend does
     note: str = ""  # said by explain() when this kernel is chosen
 
     @property
@@ -51,6 +52,8 @@ class KernelSpec:
             return f"backend={backend!r} was asked for"
         if self.arch is not None and capability != self.arch.capability:
             return f"needs {device_word(self.arch.capability)}, the tensors are on {device}"
+        if self.on_request and backend == "auto":
+            return f"only with backend={self.backend!r}: {self.on_request}"
         if self.arch is None and backend == "auto" and ("cpu" if device == CPU else "cuda") not in self.serves:
             return f"runs on {device} only with backend={self.backend!r}"
         if traits.dtype not in self.dtypes:
@@ -83,4 +86,9 @@ class KernelSpec:
         padded = self.padded(traits)
         if padded is None:
             raise LookupError(f"{self.name} has no headdim for {traits.slug}")
-        return replace(padded, **dict.fromkeys(self.invariant_to & traits.features, False))
+        compiled = replace(padded, **dict.fromkeys(self.invariant_to & traits.features, False))
+        # Determinism is a matter of tiles: where it chooses none of its own, it is the same code.
+        plain = replace(compiled, deterministic=False)
+        if self.tiles is not None and self.tiles.rows_for(plain) == self.tiles.rows_for(compiled):
+            return plain
+        return compiled

@@ -8,6 +8,7 @@ from .arch import ArchSpec
 from .problem import HALF, Traits
 
 WARPGROUP = 128
+ROW_PAD = 128  # rows of a head's workspace in the backward pass are padded to it
 BYTES = {"fp16": 2, "bf16": 2, "fp8": 1}
 
 
@@ -20,6 +21,7 @@ class FwdTile:
     `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
+    `cluster`: 2 lets the blocks of two neighbouring query tiles share K and V, each loading half of a tile for both.
     """
 
     tile_m: int
@@ -29,6 +31,7 @@ class FwdTile:
     output: str = "q"
     schedule: str = "grid"
     ping_pong: bool = True
+    cluster: int = 1
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -39,6 +42,8 @@ class FwdTile:
         self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
         self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: a stage each")
         self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")
+        self._require(self.cluster in (1, 2), "cluster", "1 or 2")
+        self._require(self.cluster == 1 or self.schedule == "grid", "cluster", "1 unless schedule='grid'")
         self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which bars a prefetch")
         self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for 'grid': no next tile")
 
@@ -86,16 +91,17 @@ class FwdTile:
                 live = tile_n // 2 + tile_n // 4 + traits.headdim_v // 2
                 if live + 30 > cls(tile_m, tile_n).registers[1]:
                     continue
-                for schedule, q_stages, output in (
-                    ("grid", 1, "q"),
-                    ("dynamic", 1, "q"),
-                    ("dynamic", 1, "v"),
-                    ("dynamic", 2, "v"),
-                    ("dynamic", 1, "own"),
-                    ("dynamic", 2, "own"),
+                for schedule, q_stages, output, cluster in (
+                    ("grid", 1, "q", 1),
+                    ("grid", 1, "q", 2),
+                    ("dynamic", 1, "q", 1),
+                    ("dynamic", 1, "v", 1),
+                    ("dynamic", 2, "v", 1),
+                    ("dynamic", 1, "own", 1),
+                    ("dynamic", 2, "own", 1),
                 ):
                     try:
-                        tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, output=output)
+                        tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, output=output, cluster=cluster)
                         tile.check(arch, traits)
                     except ValueError:
                         continue
@@ -103,14 +109,72 @@ class FwdTile:
 
 
 @dataclass(frozen=True)
+class BwdTile:
+    """One way to cut the Hopper backward kernel: tile_n keys by tile_m queries, for two consumer warpgroups.
+
+    128 keys: 64 for each warpgroup. 64 keys: both work on them, each on half of the columns of dK and dV.
+    `query_n`: None sums dQ in float32 global memory; a number gives dQ a kernel of its own, 128 queries by query_n
+    keys, which costs two more products, needs no sums in memory, and repeats bit by bit.
+    """
+
+    tile_m: int
+    tile_n: int = 128
+    query_n: int | None = None
+
+    def __post_init__(self):
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"BwdTile: tile_m={self.tile_m!r}; allowed: 64 or 128")
+        if self.tile_n not in (64, 128):
+            raise ValueError(f"BwdTile: tile_n={self.tile_n!r}; allowed: 64 or 128")
+        if self.tile_n == 64 and (self.query_n is None or self.tile_m != 64):
+            raise ValueError(f"{self}: tile_n=64 needs tile_m=64 and a query_n")
+        if self.query_n is not None and (self.query_n % 16 or not 16 <= self.query_n <= 256):
+            raise ValueError(f"BwdTile: query_n={self.query_n!r}; allowed: None or a multiple of 16 up to 256")
+
+    @property
+    def num_consumers(self) -> int:
+        return 2
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.num_consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers per thread after the hand-over."""
+        return 24, 240
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """K and V once; Q, dO, dS, lse and delta in two stages each; barriers (an upper bound by 1 KiB)."""
+        size = BYTES[traits.dtype]
+        widths = (traits.headdim + traits.headdim_v) * size
+        scores = 2 if self.tile_n == 64 else int(self.query_n is None)  # P and dS, dS, or neither in shared memory
+        stage = self.tile_m * (widths + scores * self.tile_n * size + 8)
+        return self.tile_n * widths + 2 * stage + 1024
+
+    def workspace_floats(self, headdim: int) -> int:
+        """For each padded query row: lse and delta, and dQ where it is summed in memory."""
+        return 2 + (headdim if self.query_n is None else 0)
+
+    def check(self, arch: ArchSpec, traits: Traits) -> None:
+        """Raise ValueError, with the budget in the text, where this tile does not fit."""
+        need = self.smem_bytes(traits)
+        if need > arch.smem_bytes:
+            raise ValueError(
+                f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
+            )
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of a tile table. A bound on seqlen_k chooses among compiled variants; it is never part of a key."""
 
     headdim: int | tuple[int, int]
-    tile: FwdTile
+    tile: FwdTile | BwdTile
     dtypes: frozenset[str] = HALF
     masks: tuple[str, ...] = ("full", "causal", "window")
     min_seqlen: int = 0
+    deterministic: tuple[bool, ...] = (False, True)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -121,6 +185,7 @@ class Row:
             self.dims == (traits.headdim, traits.headdim_v)
             and traits.dtype in self.dtypes
             and traits.mask in self.masks
+            and traits.deterministic in self.deterministic
         )
 
 
@@ -141,7 +206,7 @@ class TileTable(tuple):
     def rows_for(self, traits: Traits) -> tuple[Row, ...]:
         return tuple(row for row in self if row.covers(traits))
 
-    def find(self, traits: Traits, seqlen: int) -> FwdTile:
+    def find(self, traits: Traits, seqlen: int) -> FwdTile | BwdTile:
         for row in self:
             if seqlen >= row.min_seqlen and row.covers(traits):
                 return row.tile

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from .. import planner
 from ..catalog import CATALOG
 from ..spec.problem import FWD, Traits
 from .model import GPTConfig
@@ -79,9 +80,9 @@ def pick_backend(device: str, traits: Traits) -> tuple[str, str]:
         return "auto", "no CUDA GPU" if not torch.cuda.is_available() else "--device cpu"
     found = capability(device)
     name = torch.cuda.get_device_name()
-    refusals = {spec.name: spec.refuses(traits, found) for spec in CATALOG if spec.phase == FWD}
-    if None in refusals.values():
+    if any(spec.refuses(traits, found) is None for spec in CATALOG):
         return "auto", name
+    refusals = planner.refusals(traits, found)
     return "reference", f"{name}: " + "; ".join(f"{spec}: {reason}" for spec, reason in refusals.items())
 
 
@@ -124,8 +125,7 @@ def resolve(
             raise ValueError(f"{name}={settings[name]}: must be positive")
     gpt = GPTConfig(**{name: settings[name] for name in ("layers", "dim", "heads", "kv_heads", "seqlen")})
     traits = Traits(FWD, precision, gpt.headdim, gpt.headdim, "causal", gqa=gpt.heads != gpt.kv_heads)
-    # fp8 is passed on as asked: what to say about it is hopper_attention's own answer.
-    backend, why = ("auto", "--precision fp8") if precision == "fp8" else pick_backend(device, traits)
+    backend, why = pick_backend(device, traits)
     out = Path("runs", f"{device}-{precision}-{attention}") if out is None else Path(out)
     return RunConfig(
         device, precision, attention, seed=seed, compile=compile, backend=backend, why=why, out=str(out), **settings

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from .config import DTYPES
 from .environment import describe
 from .job import Outcome
 
@@ -33,9 +34,10 @@ def errors(outcome: Outcome) -> Table:
     """Errors of layer 0's attention against float64, ours beside plain PyTorch's."""
     config = outcome.config
     name = {"hopper": "hopper_attention", "sdpa": "torch's scaled_dot_product_attention"}[config.attention]
+    beside = "the same dtype" if config.precision in DTYPES else f"{config.dtype}".removeprefix("torch.")
     table = Table(
         title=f"{name} in {config.precision}, layer 0 on a validation batch after training:\n"
-        "distance from float64, beside that of plain PyTorch (matmul, softmax, matmul) in the same dtype",
+        f"distance from float64, beside that of plain PyTorch (matmul, softmax, matmul) in {beside}",
         title_justify="left",
         caption="size, rms: root mean square over the tensor",
         caption_justify="left",

@@ -48,6 +48,14 @@ def row_of(size, r):
     return [(c // 2) * 4 + r * 2 + c % 2 for c in range(size // 2)]
 
 
+def probability(x):
+    """P from a scaled score minus its row's lse, log2 units.
+
+    Why at most 1: it is, but for rounding, and for huge scores rounding alone is worth many powers of two. NaN stays.
+    """
+    return cute.arch.exp2(cute.arch.fmin(x, Float32(0.0), nan=True))
+
+
 @dataclass(frozen=True)
 class Softmax:
     bias: cute.Tensor

@@ -18,7 +18,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cute.typing import AddressSpace
@@ -34,9 +34,20 @@ from ..common.operands import FwdOperands
 from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LOG2_E, Softmax
 from ..common.walk import Walk, careful
-from ..common.work import DeviceArith, Extent, HeadMap, Place, order_of
+from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
 from .mainloop import Loads, Overlapped
-from .pipeline import EPILOGUE_BARRIER, NoTurns, PingPong, Ring, Slot, any_of, first_slot, round_barrier
+from .pipeline import (
+    EPILOGUE_BARRIER,
+    NoTurns,
+    PairRing,
+    PingPong,
+    Ring,
+    Slot,
+    any_of,
+    any_of_cluster,
+    first_slot,
+    round_barrier,
+)
 
 SLAB = 64  # query rows of one warpgroup: the M of its matrix instruction
 
@@ -74,6 +85,7 @@ class Rings(NamedTuple):
     q: Ring
     k: Ring
     v: Ring
+    word: cute.Pointer  # in shared memory, for votes of a cluster
 
 
 class Shared(NamedTuple):
@@ -156,16 +168,23 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         # A headdim below the compiled one needs no copy: TMA reads zeros beyond it and does not write there.
         tma_q, mQ = cpasync.make_tiled_tma_atom(load, q, one(lay_q), (SLAB, hd))
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, k, one(lay_k), (t.tile_n, hd))
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, v, one(lay_v), (t.tile_n, hd_v))
+        share = load if t.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        tma_k, mK = cpasync.make_tiled_tma_atom(share, k, one(lay_k), (t.tile_n, hd), num_multicast=t.cluster)
+        tma_v, mV = cpasync.make_tiled_tma_atom(share, v, one(lay_v), (t.tile_n, hd_v), num_multicast=t.cluster)
         tma_o, mO = cpasync.make_tiled_tma_atom(store, o, one(lay_o), (SLAB, hd_v))
         dev = Device(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, ops.lse, mma_qk, mma_pv, lay_q, lay_k, lay_v, lay_o,
             ops.softmax_scale * LOG2_E, ops.window_left, ops.window_right, ops.tickets,
         )  # fmt: skip
-        tiles = cute.ceil_div(q.shape[0], t.tile_m) * q.shape[2] * q.shape[3]
-        grid = cutlass.min(tiles, ops.num_ctas) if const_expr(self.dynamic) else tiles
-        self.kernel(dev).launch(grid=[grid, 1, 1], block=[t.num_threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        tiles = cute.ceil_div(q.shape[0], t.tile_m * t.cluster) * q.shape[2] * q.shape[3]
+        grid = cutlass.min(tiles, ops.num_ctas) if const_expr(self.dynamic) else tiles * t.cluster
+        self.kernel(dev).launch(
+            grid=[grid, 1, 1],
+            block=[t.num_threads, 1, 1],
+            cluster=[t.cluster, 1, 1] if t.cluster > 1 else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     # ------------------------------------------------------------------------------------------ parts and facts
     def band(self, dev):
@@ -177,11 +196,32 @@ class Forward:
         return Seqlens(dev.mQ.shape[0], dev.mK.shape[0])
 
     def extent(self, dev):
-        m_blocks = cute.ceil_div(dev.mQ.shape[0], self.tile.tile_m)
+        m_blocks = cute.ceil_div(dev.mQ.shape[0], self.tile.tile_m * self.tile.cluster)
         return Extent(m_blocks, dev.mQ.shape[2], dev.mQ.shape[3], dev.mK.shape[0])
 
     def order(self, dev):
         return order_of(self.traits.mask, self.extent(dev), 2 * (self.headdim + self.headdim_v))
+
+    @cute.jit
+    def grid_work(self, order):
+        """The query tile of this block under schedule="grid"; neighbours form a cluster."""
+        block = cute.arch.block_idx()[0]
+        if const_expr(self.tile.cluster == 1):
+            return order.work(block)
+        m_pair, head, batch = order.work(block // self.tile.cluster)
+        return Work(m_pair * self.tile.cluster + cute.arch.block_idx_in_cluster(), head, batch)
+
+    def block_segments(self, dev, m_block, exact):
+        """KV tiles that the producers load: what any warpgroup of the block, or of the cluster, sees."""
+        t = self.tile
+        if const_expr(t.cluster == 1):
+            return self.segments(dev, m_block, t, exact)
+        return self.segments(dev, m_block // t.cluster, Slabs(t.tile_m * t.cluster, t.tile_n), exact)
+
+    def vote(self, flag, word):
+        if const_expr(self.tile.cluster == 1):
+            return any_of(flag, self.tile.num_consumers)
+        return any_of_cluster(flag, self.tile.num_consumers, word)
 
     def segments(self, dev, m_block, tile, exact):
         return careful(self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith), exact)
@@ -224,11 +264,13 @@ class Forward:
             tensor(st.sO if const_expr(t.output == "own") else st.sQ, dev.lay_o),
         )
         num_bytes = lambda layout: cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
-        ring = lambda m, stages, layout: Ring(m.data_ptr(), m.data_ptr() + stages, num_bytes(layout))
+        ring = lambda m, stages, layout, kind=Ring: kind(m.data_ptr(), m.data_ptr() + stages, num_bytes(layout))
+        shared = Ring if t.cluster == 1 else PairRing
         rings = Rings(
             ring(st.bar_q, q_slabs, dev.lay_q),
-            ring(st.bar_k, t.num_stages, dev.lay_k),
-            ring(st.bar_v, t.num_stages, dev.lay_v),
+            ring(st.bar_k, t.num_stages, dev.lay_k, shared),
+            ring(st.bar_v, t.num_stages, dev.lay_v, shared),
+            st.board.data_ptr(),
         )
         stores = st.bar_o.data_ptr() if const_expr(t.output == "v") else None
         board = None
@@ -244,15 +286,22 @@ class Forward:
             with cute.arch.elect_one():
                 warps = 4 * t.num_consumers
                 rings.q.init(q_slabs, 1 if t.output == "q" else 4)
-                rings.k.init(t.num_stages, warps)
-                rings.v.init(t.num_stages, warps)
+                rings.k.init(t.num_stages, warps * t.cluster)
+                rings.v.init(t.num_stages, warps * t.cluster)
+                if const_expr(t.cluster > 1):
+                    cute.make_tensor(rings.word, cute.make_layout(1))[0] = Int32(0)
                 if const_expr(t.output == "v"):
                     for stage in cutlass.range_constexpr(t.num_stages):
                         cute.arch.mbarrier_init(stores + stage, 1)
                 if const_expr(self.dynamic):
                     board.ring.init(2, warps)
         cute.arch.mbarrier_init_fence()
-        cute.arch.barrier()
+        if const_expr(t.cluster > 1):
+            # Neither block may arrive on barriers of the other before they exist.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(t.registers[0])
@@ -290,36 +339,38 @@ class Forward:
                     round_barrier(t.num_consumers)
             board.close()
         else:
-            work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
+            work, exact, again = self.grid_work(order), Int32(0), Int32(1)
             while again != 0:
                 slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, exact)
-                again = any_of(Int32(0), t.num_consumers) & (exact ^ 1)
+                again = self.vote(Int32(0), rings.word) & (exact ^ 1)
                 exact = Int32(1)
 
     @cute.jit
     def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact):
         t = self.tile
 
-        def partition(atom, shared, tensor, rows, width, head):
+        def partition(atom, shared, tensor, rows, width, head, cluster=1):
             g = cute.local_tile(tensor[None, None, head, work.batch], (rows, width), (None, 0))
+            rank = cute.arch.block_idx_in_cluster() if cluster > 1 else 0
             dst, src = cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+                atom, rank, cute.make_layout(cluster), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
             )
             return atom, src, dst
 
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         hooks = Loads(
-            *rings,
+            *rings[:3],
             partition(dev.tma_q, smem.Q, dev.mQ, SLAB, self.headdim, work.head),
-            partition(dev.tma_k, smem.K, dev.mK, t.tile_n, self.headdim, kv_head),
-            partition(dev.tma_v, smem.V, dev.mV, t.tile_n, self.headdim_v, kv_head),
+            partition(dev.tma_k, smem.K, dev.mK, t.tile_n, self.headdim, kv_head, t.cluster),
+            partition(dev.tma_v, smem.V, dev.mV, t.tile_n, self.headdim_v, kv_head, t.cluster),
             stores,
             t.num_consumers,
+            Int16((1 << t.cluster) - 1) if t.cluster > 1 else None,
             slot_q,
             work.m_block * t.num_consumers,
             slot_q.index if t.q_stages == 2 else slot_q.phase,
         )
-        slot = Walk(self.band(dev)).kv(self.segments(dev, work.m_block, t, exact), hooks, slot)
+        slot = Walk(self.band(dev)).kv(self.block_segments(dev, work.m_block, exact), hooks, slot)
         return slot, self.next_q(slot_q)
 
     # ---- role: consumer
@@ -336,7 +387,7 @@ class Forward:
         hooks = Overlapped(
             dev.mma_qk,
             dev.mma_pv,
-            *rings,
+            *rings[:3],
             turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),
             softmax=Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype]),
             rQ=dev.mma_qk.make_fragment_A(thr_qk.partition_A(smem.Q)),
@@ -371,10 +422,10 @@ class Forward:
                             )
                     round_barrier(t.num_consumers)
         else:
-            work, exact, again = order.work(cute.arch.block_idx()[0]), Int32(0), Int32(1)
+            work, exact, again = self.grid_work(order), Int32(0), Int32(1)
             while again != 0:
                 slot, slot_q, bad, _, _ = self.consume_tile(dev, hooks, place, smem, stores, work, slot, slot_q, exact)
-                again = any_of(bad, t.num_consumers) & (exact ^ 1)
+                again = self.vote(bad, rings.word) & (exact ^ 1)
                 exact = Int32(1)
         if const_expr(t.output == "own"):
             # The last store must have read its slab before the block gives its shared memory back.
@@ -395,7 +446,7 @@ class Forward:
         if const_expr(self.traits.mask == "full"):
             slot = Walk(band).kv(own, mine, slot)
         else:
-            block = self.segments(dev, work.m_block, t, exact)
+            block = self.block_segments(dev, work.m_block, exact)
             for _ in cutlass.range(block.end - own.end, unroll=1):
                 slot = mine.skip(slot)
             slot = Walk(band).kv(own, mine, slot)

@@ -42,6 +42,7 @@ class Loads:
     copy_v: tuple
     stores: Any  # where O is staged in V's stages: a barrier for each, which its store completes
     slabs: int
+    multicast: Any  # mask of the blocks that K and V go to, None for this one alone
     # for each query tile
     slot_q: Slot
     first_slab: Int32
@@ -51,8 +52,15 @@ class Loads:
         atom, src, dst = what
         cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier)
 
+    def copy_kv(self, what, block, stage, barrier):
+        if self.multicast is None:
+            self.copy(what, block, stage, barrier)
+        else:
+            atom, src, dst = what
+            cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier, mcast_mask=self.multicast)
+
     def begin(self, n, slot):
-        self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
+        self.copy_kv(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
         for w in range(self.slabs):
             slab = Slot(self.slot_q.index * self.slabs + w, self.slot_q.phase)
             self.copy(self.copy_q, self.first_slab + w, slab.index, self.ring_q.acquire(slab))
@@ -61,11 +69,11 @@ class Loads:
     def load_v(self, n, slot):
         if self.stores is not None:
             cute.arch.mbarrier_wait(self.stores + slot.index, self.item ^ 1)
-        self.copy(self.copy_v, n, slot.index, self.ring_v.acquire(slot))
+        self.copy_kv(self.copy_v, n, slot.index, self.ring_v.acquire(slot))
 
     def step(self, n, slot, masked):
         following = slot.next()
-        self.copy(self.copy_k, n, following.index, self.ring_k.acquire(following))
+        self.copy_kv(self.copy_k, n, following.index, self.ring_k.acquire(following))
         self.load_v(n + 1, slot)
         return following
 

@@ -46,7 +46,7 @@ class Ring:
     num_bytes: int
 
     def init(self, stages, arrivals):
-        """One thread of the block; `arrivals` consumers release a stage."""
+        """One thread of the block; `arrivals` consumers of all blocks together release a stage."""
         for s in range(stages):
             cute.arch.mbarrier_init(self.full + s, 1)
             cute.arch.mbarrier_init(self.empty + s, arrivals)
@@ -70,6 +70,16 @@ class Ring:
         """One arrival for each calling warp."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + slot.index)
+
+
+@dataclass(frozen=True)
+class PairRing(Ring):
+    """A ring whose stages are written by the producers of both blocks of a cluster: both wait for all consumers."""
+
+    def release(self, slot):
+        with cute.arch.elect_one():
+            for rank in range(2):
+                cute.arch.mbarrier_arrive(self.empty + slot.index, rank)
 
 
 @dataclass(frozen=True)
@@ -126,3 +136,33 @@ def round_barrier(num_consumers):
     round while another still reads this one's.
     """
     cute.arch.barrier(barrier_id=VOTE_BARRIER, number_of_threads=num_consumers * WARPGROUP + 32)
+
+
+@cute.jit
+def any_of_cluster(flag, num_consumers, word):
+    """any_of over both blocks of a cluster. `word`: a zero in shared memory of each, for the other one's answer.
+
+    Neither block passes before all consumers of both have released every stage, so a block may exit after it.
+    """
+    vote = any_of(flag, num_consumers)
+    if vote != 0:
+        if cute.arch.thread_idx()[0] == WARPGROUP:
+            store_in_peer(word, Int32(1))
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    theirs = cute.make_tensor(word, cute.make_layout(1))[0]
+    return vote | cute.arch.make_warp_uniform(theirs)
+
+
+def store_in_peer(word, value):
+    """Write a 32-bit word of the other block of a pair."""
+    peer = cute.arch.block_idx_in_cluster() ^ 1
+    llvm.inline_asm(
+        None,
+        [word.toint().ir_value(), Int32(peer).ir_value(), Int32(value).ir_value()],
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.relaxed.cluster.shared::cluster.u32 [a], $2; }",
+        "r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

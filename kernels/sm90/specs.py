@@ -2,8 +2,8 @@
 
 from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import FWD, HALF
-from flashattn_hopper.spec.tile import FwdTile, Row, TileTable
+from flashattn_hopper.spec.problem import BWD, FWD, HALF
+from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, TileTable
 
 # Q twice and O in memory of its own: the next query tile is loaded, and the last one stored, under the current one.
 ROOMY = {"schedule": "dynamic", "q_stages": 2, "output": "own"}
@@ -34,4 +34,30 @@ FORWARD = KernelSpec(
     tiles=FORWARD_TILES,
     evidence="nvidia-h200/forward",
     entry="flashattn_hopper.kernels.sm90.forward:Forward",
+)
+
+# dQ summed in memory costs the fewest products; a kernel of its own repeats bit by bit. Beyond headdim 128 dK and dV of
+# 64 keys fill the registers of two warpgroups, and the sums of dQ would be the bottleneck.
+BACKWARD_TILES = TileTable(
+    Row(64, BwdTile(128), deterministic=(False,)),
+    Row(64, BwdTile(128, query_n=128), deterministic=(True,)),
+    Row(96, BwdTile(64, query_n=96)),
+    Row(128, BwdTile(64), deterministic=(False,)),
+    Row(128, BwdTile(64, query_n=96), deterministic=(True,)),
+    Row((192, 128), BwdTile(64, 64, query_n=64)),
+    Row(192, BwdTile(64, 64, query_n=64)),
+    Row(256, BwdTile(64, 64, query_n=64)),
+)
+
+BACKWARD = KernelSpec(
+    name="sm90.backward",
+    phase=BWD,
+    arch=SM90,
+    dtypes=HALF,
+    features=frozenset({"gqa", "deterministic"}),
+    invariant_to=frozenset({"gqa"}),
+    multiple=8,
+    tiles=BACKWARD_TILES,
+    entry="flashattn_hopper.kernels.sm90.backward:Backward",
+    on_request="its tests on a GPU are not complete",
 )

@@ -26,6 +26,7 @@ GPU = KernelSpec(
 CPU = KernelSpec(
     name="reference.forward", phase=FWD, dtypes=frozenset({"fp32"}), features=frozenset(), serves=frozenset({"cpu"})
 )
+ASKED = replace(GPU, on_request="it is not tested enough")
 TRAITS = Traits(FWD, "bf16", 64, 64)
 HOPPER, AMPERE = SM90.capability, SM80.capability
 
@@ -67,6 +68,16 @@ def test_pytorch_kernels_serve_by_device_and_on_others_by_name():
     assert anywhere.refuses(traits, HOPPER) is None and anywhere.refuses(traits, None) is None
 
 
+def test_a_kernel_on_request_runs_only_by_name():
+    assert ASKED.refuses(TRAITS, HOPPER) == "only with backend='sm90': it is not tested enough"
+    assert ASKED.refuses(TRAITS, HOPPER, "sm90") is None
+    # What it could not run anyway is said first, and by name it refuses what it does not declare.
+    assert ASKED.refuses(TRAITS, AMPERE) == GPU.refuses(TRAITS, AMPERE)
+    deterministic = replace(TRAITS, deterministic=True)
+    assert ASKED.refuses(deterministic, HOPPER, "sm90") == "no deterministic"
+    assert ASKED.compiled(replace(TRAITS, headdim=48, gqa=True)) == TRAITS
+
+
 @pytest.mark.parametrize(
     "dims,expected",
     (
@@ -99,7 +110,14 @@ def test_compiled_drops_what_changes_nothing():
     plain, grouped = replace(TRAITS, headdim=48), replace(TRAITS, gqa=True)
     assert GPU.compiled(plain) == GPU.compiled(grouped) == TRAITS
     assert replace(GPU, invariant_to=frozenset()).compiled(grouped) == grouped
-    assert GPU.compiled(replace(TRAITS, deterministic=True)).deterministic
+    # Determinism is compiled in where it chooses a tile of its own.
+    repeating = replace(TRAITS, deterministic=True)
+    assert GPU.compiled(repeating) == TRAITS
+    rows = Row(64, FwdTile(128, 128), deterministic=(False,)), Row(64, FwdTile(64, 64), deterministic=(True,))
+    own = replace(GPU, tiles=TileTable(*rows))
+    assert own.compiled(repeating) == repeating and own.compiled(TRAITS) == TRAITS
+    assert own.tiles.find(own.compiled(repeating), 1).tile_m == 64
+    assert CPU.compiled(repeating) == repeating  # without tiles the code asks by itself
 
 
 def test_device_words():
@@ -108,7 +126,8 @@ def test_device_words():
 
 @pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
 def test_catalog_rows_are_well_formed(spec):
-    assert spec.name.split(".") == [spec.backend, {FWD: "forward", BWD: "backward"}[spec.phase]]
+    word = {FWD: "forward", BWD: "backward"}[spec.phase] + ("_fp8" if spec.dtypes == {"fp8"} else "")
+    assert spec.name.split(".") == [spec.backend, word]
     assert spec.dtypes <= set(DTYPES) and set(spec.masks) <= set(MASKS)
     features = Traits(spec.phase, "bf16", 64, 64, gqa=True, deterministic=True).features
     assert spec.features <= features and spec.invariant_to <= spec.features
@@ -127,7 +146,9 @@ def test_catalog_rows_compile_to_headdims_they_take(spec):
     """Compiling is idempotent, and what is compiled is not refused."""
     capability = spec.arch.capability if spec.arch else None
     for dims in spec.headdims or ((7, 9),):
-        traits = Traits(spec.phase, "bf16", *dims, gqa=True)
+        traits = Traits(spec.phase, "bf16" if "bf16" in spec.dtypes else "fp8", *dims, gqa=True)
         compiled = spec.compiled(traits)
         assert spec.compiled(compiled) == compiled and (compiled.headdim, compiled.headdim_v) == dims
-        assert spec.refuses(compiled, capability) is None
+        assert spec.refuses(compiled, capability, spec.backend) is None
+        chosen_by_itself = spec.refuses(compiled, capability) is None
+        assert chosen_by_itself != bool(spec.on_request)

@@ -6,15 +6,17 @@ import pytest
 
 from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.spec.arch import SM80, SM90
-from flashattn_hopper.spec.problem import FWD, Traits
-from flashattn_hopper.spec.tile import FwdTile, Row, TileTable
+from flashattn_hopper.spec.problem import BWD, FWD, Traits
+from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile, Row, TileTable
 
 TILED = [spec for spec in CATALOG if spec.tiles is not None]
 
 
 def traits_of(spec):
+    compiled_in = "deterministic" in spec.features - spec.invariant_to
     for dims, dtype, mask in itertools.product(spec.headdims, sorted(spec.dtypes), spec.masks):
-        yield Traits(spec.phase, dtype, *dims, mask)
+        for deterministic in (False, True)[: 1 + compiled_in]:
+            yield Traits(spec.phase, dtype, *dims, mask, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +82,78 @@ def test_candidates_fit_and_include_the_table(dims):
     assert len(candidates) == len(set(candidates)) > 0
     for tile in candidates:
         tile.check(SM90, traits)
-    for spec in TILED:
+    for spec in (spec for spec in TILED if spec.phase == FWD):
         assert {row.tile for row in spec.tiles.rows_for(traits)} <= set(candidates), "bench/tune.py would miss it"
+
+
+# The backward's tiles
+
+
+@pytest.mark.parametrize(
+    "field,arguments",
+    (
+        ("tile_m", {"tile_m": 96}),
+        ("tile_m", {"tile_m": 192}),
+        ("tile_n", {"tile_n": 96}),
+        ("query_n", {"query_n": 0}),
+        ("query_n", {"query_n": 24}),
+        ("query_n", {"query_n": 272}),
+    ),
+    ids=str,
+)
+def test_a_backward_tile_names_the_field_that_is_wrong(field, arguments):
+    with pytest.raises(ValueError, match=f"BwdTile: {field}=.*allowed: "):
+        BwdTile(**({"tile_m": 64} | arguments))
+
+
+@pytest.mark.parametrize("arguments", ({"tile_m": 64}, {"tile_m": 128, "query_n": 64}), ids=str)
+def test_keys_that_two_warpgroups_share_need_a_kernel_for_dq(arguments):
+    with pytest.raises(ValueError, match="tile_n=64 needs tile_m=64 and a query_n"):
+        BwdTile(tile_n=64, **arguments)
+    assert BwdTile(64, 64, query_n=64).tile_n == 64
+
+
+@pytest.mark.parametrize("tile", (BwdTile(64), BwdTile(128), BwdTile(64, 64, query_n=64)), ids=str)
+def test_a_backward_tile_fits_the_multiprocessor(tile):
+    producer, consumer = tile.registers
+    assert tile.num_threads == 128 * (tile.num_consumers + 1)
+    assert 128 * (producer + consumer * tile.num_consumers) <= SM90.registers
+    assert producer % 8 == consumer % 8 == 0 and tile.num_threads <= SM90.max_threads
+    assert ROW_PAD % tile.tile_m == 0, "a query tile would straddle two blocks of the workspace"
+
+
+def test_shared_memory_of_the_backward_counts_every_buffer():
+    traits = Traits(BWD, "bf16", 64, 64)
+    keys, queries, scores, stats = 2 * 128 * (64 + 64), 2 * 128 * (64 + 64), 2 * 128 * 128, 2 * 4 * 128
+    summed = BwdTile(128).smem_bytes(traits)
+    assert summed == keys + 2 * (queries + scores + stats) + 1024
+    assert summed - BwdTile(64).smem_bytes(traits) == 2 * (queries + scores + stats) // 2
+    assert summed - BwdTile(128, query_n=128).smem_bytes(traits) == 2 * scores  # dS stays in registers
+    shared = BwdTile(64, 64, query_n=64).smem_bytes(traits)  # P and dS of half the keys and queries
+    assert shared == keys // 2 + 2 * (queries + stats) // 2 + 2 * 2 * scores // 4 + 1024
+    wider = Traits(BWD, "bf16", 64, 128)
+    assert BwdTile(128).smem_bytes(wider) - summed == 2 * 64 * (128 + 2 * 128)
+    assert BwdTile(64).smem_bytes(Traits(BWD, "fp16", 64, 64)) == BwdTile(64).smem_bytes(traits)
+
+
+def test_the_workspace_of_a_row():
+    assert BwdTile(64).workspace_floats(128) == 128 + 2  # dQ, lse, delta
+    assert BwdTile(64, query_n=96).workspace_floats(128) == 2
+
+
+def test_a_backward_tile_that_does_not_fit_says_what_it_needs():
+    traits = Traits(BWD, "bf16", 128, 128)
+    need = BwdTile(128).smem_bytes(traits)
+    with pytest.raises(ValueError, match=f"bwd.bf16.d128.full needs {need:,} B of shared memory; sm90 has 232,448"):
+        BwdTile(128).check(SM90, traits)
+    BwdTile(64).check(SM90, traits)
+    wider = Traits(BWD, "bf16", 64, 128)
+    BwdTile(128).check(SM90, wider)
+    with pytest.raises(ValueError, match="shared memory; sm80 has"):
+        BwdTile(128).check(SM80, wider)
+
+
+# The tables
 
 
 @pytest.mark.parametrize("spec", TILED, ids=lambda spec: spec.name)
