@@ -23,11 +23,11 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.mask import Seqlens
 from flashattn_hopper.spec.tile import ROW_PAD as PAD
 from flashattn_hopper.spec.tile import WARPGROUP
 
@@ -36,12 +36,11 @@ from ..common.mask import ColumnMask
 from ..common.operands import BwdOperands
 from ..common.softmax import LOG2_E, probability
 from ..common.work import DeviceArith, Extent, InOrder, Place, longest_first
-from .forward import at
 from .mainloop import gemm
 from .pipeline import EPILOGUE_BARRIER, Ring, first_slot
 from .query_gradient import QueryGradient
+from .tensors import SLAB, at, band_of, fake_operand, one_stage, slices, stage_bytes, staged, write_slab
 
-SLAB = 64
 ENDS_THREADS = 256
 MEET_BARRIER = 4
 
@@ -171,12 +170,7 @@ class Backward:
 
     def arguments(self):
         B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
-        stride = lambda: cute.sym_int64(divisibility=8)
-
-        def operand(seqlen, heads, headdim):
-            strides = (stride(), stride(), stride(), 1)
-            return make_fake_tensor(self.dtype, (B, seqlen, heads, headdim), strides, assumed_align=16)
-
+        operand = lambda *shape: fake_operand(self.dtype, B, *shape)
         window = self.traits.mask == "window"
         operands = BwdOperands(
             q=operand(Sq, Hq, D),
@@ -226,26 +220,19 @@ class Backward:
             self.dtype, self.dtype, a_major, b_major, Float32, (1, 1, 1), (SLAB, n), source
         )
 
-        def staged(rows, width, stages, unit):
-            """`unit`: columns that a product takes at a time."""
-            kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, unit)
-            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-            return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
-
         half, half_v = self.key_width, self.value_width
-        lay_q, lay_do = staged(t.tile_m, hd, 2, half), staged(t.tile_m, hd_v, 2, half_v)
-        lay_k, lay_v = staged(t.tile_n, hd, 1, half), staged(t.tile_n, hd_v, 1, half_v)
-        lay_ds = staged(t.tile_n, t.tile_m, 2, t.tile_m)
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        lay_q, lay_do = staged(self.dtype, t.tile_m, hd, 2, half), staged(self.dtype, t.tile_m, hd_v, 2, half_v)
+        lay_k, lay_v = staged(self.dtype, t.tile_n, hd, 1, half), staged(self.dtype, t.tile_n, hd_v, 1, half_v)
+        lay_ds = staged(self.dtype, t.tile_n, t.tile_m, 2, t.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom = cpasync.make_tiled_tma_atom
         dev = Device(
-            *atom(load, q, one(lay_q), (t.tile_m, hd)),
-            *atom(load, do, one(lay_do), (t.tile_m, hd_v)),
-            *atom(load, k, one(lay_k), (t.tile_n, hd)),
-            *atom(load, v, one(lay_v), (t.tile_n, hd_v)),
-            *atom(store, dk, one(staged(SLAB, half, 1, half)), (SLAB, half)),
-            *atom(store, dv, one(staged(SLAB, half_v, 1, half_v)), (SLAB, half_v)),
+            *atom(load, q, one_stage(lay_q), (t.tile_m, hd)),
+            *atom(load, do, one_stage(lay_do), (t.tile_m, hd_v)),
+            *atom(load, k, one_stage(lay_k), (t.tile_n, hd)),
+            *atom(load, v, one_stage(lay_v), (t.tile_n, hd_v)),
+            *atom(store, dk, one_stage(staged(self.dtype, SLAB, half, 1, half)), (SLAB, half)),
+            *atom(store, dv, one_stage(staged(self.dtype, SLAB, half_v, 1, half_v)), (SLAB, half_v)),
             mma(K, K, t.tile_m, S),
             mma(K, K, t.tile_m, S),
             mma(K, MN, half_v, S if const_expr(self.wide) else R),
@@ -354,9 +341,7 @@ class Backward:
 
     # ---------------------------------------------------------------------------------------------------- main
     def band(self, dev):
-        if const_expr(self.traits.mask == "window"):
-            return Band(dev.window_left, dev.window_right)
-        return Band(None, 0) if const_expr(self.traits.mask == "causal") else Band()
+        return band_of(self.traits.mask, dev.window_left, dev.window_right)
 
     def seqlens(self, dev):
         return Seqlens(dev.mQ.shape[0], dev.mK.shape[0])
@@ -407,7 +392,7 @@ class Backward:
             tensor(st.sdS, dev.lay_ds) if const_expr(self.stages_ds) else None,
             rows(st.lse2), rows(st.delta),
         )  # fmt: skip
-        num_bytes = lambda layout: cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
+        num_bytes = lambda layout: stage_bytes(self.dtype, layout)
         ring = lambda m, layout: Ring(m.data_ptr(), m.data_ptr() + 2, num_bytes(layout) + 4 * t.tile_m)
         ring_q, ring_do = ring(st.bar_q, dev.lay_q), ring(st.bar_do, dev.lay_do)
         ready = st.bar_kv.data_ptr()
@@ -429,14 +414,6 @@ class Backward:
             else:
                 self.consume(dev, ring_q, ring_do, ready, smem)
 
-    def partition(self, tma, shared, tensor, rows, width, head, batch):
-        """(source, destination) of one operand's copies, tiles and stages as the last modes."""
-        g = cute.local_tile(tensor[None, None, head, batch], (rows, width), (None, 0))
-        dst, src = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
-        )
-        return src, dst
-
     def line(self, address, first, rows):
         """lse or delta of one head: `rows` floats from padded row `first`."""
         return cute.make_tensor(at(Float32, address + first * 4, 16), cute.make_layout(rows))
@@ -456,14 +433,14 @@ class Backward:
             (dev.tma_k, smem.K, dev.mK, self.headdim),
             (dev.tma_v, smem.V, dev.mV, self.headdim_v),
         ):
-            src, dst = self.partition(tma, shared, tensor, t.tile_n, width, work.head, work.batch)
+            _, src, dst = slices(tma, shared, tensor, (t.tile_n, width), work.head, work.batch)
             cute.copy(tma, src[None, work.n_block], dst[None, 0], tma_bar_ptr=ready)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * t.tile_m)
         slot = first_slot()
         for g in cutlass.range(group, unroll=1):
             head = work.head * group + g
-            q_src, q_dst = self.partition(dev.tma_q, smem.Q, dev.mQ, t.tile_m, self.headdim, head, work.batch)
-            do_src, do_dst = self.partition(dev.tma_do, smem.dO, dev.mdO, t.tile_m, self.headdim_v, head, work.batch)
+            _, q_src, q_dst = slices(dev.tma_q, smem.Q, dev.mQ, (t.tile_m, self.headdim), head, work.batch)
+            _, do_src, do_dst = slices(dev.tma_do, smem.dO, dev.mdO, (t.tile_m, self.headdim_v), head, work.batch)
             first = (Int64(work.batch) * heads + head) * padded
             lse2 = Stats(bulk, self.line(dev.lse2, first, padded), smem.lse2, t.tile_m)
             delta = Stats(bulk, self.line(dev.delta, first, padded), smem.delta, t.tile_m)
@@ -678,7 +655,6 @@ class Backward:
         for i in range(cute.size(dK)):
             dK[i] = dK[i] * dev.scale
         cute.arch.barrier(barrier_id=MEET_BARRIER, number_of_threads=WARPGROUP * self.num_consumers)
-        store = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
         # Its share of the tile: 64 of the keys, or half of the columns.
         row, column = (0, place.wg) if const_expr(self.wide) else (place.wg, 0)
         block = work.n_block if const_expr(self.wide) else work.n_block * self.num_consumers + place.wg
@@ -688,20 +664,12 @@ class Backward:
         ):
             out = cute.make_rmem_tensor_like(acc, self.dtype)
             to_half(acc, out)
-            view = hopper.make_trivial_tiled_mma(
-                self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (SLAB, width)
-            )
-            thr = cute.make_tiled_copy_C(store, view).get_slice(place.warp * 32 + place.lane)
             slab = cute.local_tile(shared[None, None, 0], (SLAB, width), (row, column))
-            cute.copy(store, thr.retile(out), thr.partition_D(slab))
-            cute.arch.fence_proxy("async.shared", space="cta")
+            write_slab(out, slab, width, place)
             cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
-            g = cute.local_tile(tensor[None, None, work.head, work.batch], (SLAB, width), (None, column))
-            src, dst = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(slab, 0, 2), cute.group_modes(g, 0, 2)
-            )
+            _, target, source = slices(tma, slab, tensor, (SLAB, width), work.head, work.batch, column)
             if place.warp == 0:
-                cute.copy(tma, src, dst[None, block])
+                cute.copy(tma, source, target[None, block])
                 cute.arch.cp_async_bulk_commit_group()
         if place.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -20,12 +20,10 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cute.typing import AddressSpace
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.mask import Seqlens
 from flashattn_hopper.spec.tile import WARPGROUP
 
 from ..common.convert import ELEMENT, to_half
@@ -48,13 +46,7 @@ from .pipeline import (
     first_slot,
     round_barrier,
 )
-
-SLAB = 64  # query rows of one warpgroup: the M of its matrix instruction
-
-
-def at(dtype, address, align):
-    """A pointer into global memory from an address among the operands."""
-    return cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
+from .tensors import SLAB, at, band_of, fake_operand, one_stage, slices, stage_bytes, staged, write_slab
 
 
 class Device(NamedTuple):
@@ -114,12 +106,7 @@ class Forward:
     def arguments(self):
         """Fake operands for the compiler. One compile serves every batch, length, head count and 16-byte stride."""
         B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
-        stride = lambda: cute.sym_int64(divisibility=8)
-
-        def operand(seqlen, heads, headdim):
-            strides = (stride(), stride(), stride(), 1)
-            return make_fake_tensor(self.dtype, (B, seqlen, heads, headdim), strides, assumed_align=16)
-
+        operand = lambda *shape: fake_operand(self.dtype, B, *shape)
         window = self.traits.mask == "window"
         operands = FwdOperands(
             q=operand(Sq, Hq, D),
@@ -157,21 +144,18 @@ class Forward:
         mma_qk = mma(OperandMajorMode.K, t.tile_n, warpgroup.OperandSource.SMEM)
         mma_pv = mma(OperandMajorMode.MN, hd_v, warpgroup.OperandSource.RMEM)
 
-        def staged(rows, width, stages):
-            kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, width)
-            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-            return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
-
-        lay_q, lay_o = staged(SLAB, hd, t.q_stages * t.num_consumers), staged(SLAB, hd_v, t.num_consumers)
-        lay_k, lay_v = staged(t.tile_n, hd, t.num_stages), staged(t.tile_n, hd_v, t.num_stages)
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        lay_q, lay_o = (
+            staged(self.dtype, SLAB, hd, t.q_stages * t.num_consumers),
+            staged(self.dtype, SLAB, hd_v, t.num_consumers),
+        )
+        lay_k, lay_v = staged(self.dtype, t.tile_n, hd, t.num_stages), staged(self.dtype, t.tile_n, hd_v, t.num_stages)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         # A headdim below the compiled one needs no copy: TMA reads zeros beyond it and does not write there.
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, q, one(lay_q), (SLAB, hd))
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, q, one_stage(lay_q), (SLAB, hd))
         share = load if t.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tma_k, mK = cpasync.make_tiled_tma_atom(share, k, one(lay_k), (t.tile_n, hd), num_multicast=t.cluster)
-        tma_v, mV = cpasync.make_tiled_tma_atom(share, v, one(lay_v), (t.tile_n, hd_v), num_multicast=t.cluster)
-        tma_o, mO = cpasync.make_tiled_tma_atom(store, o, one(lay_o), (SLAB, hd_v))
+        tma_k, mK = cpasync.make_tiled_tma_atom(share, k, one_stage(lay_k), (t.tile_n, hd), num_multicast=t.cluster)
+        tma_v, mV = cpasync.make_tiled_tma_atom(share, v, one_stage(lay_v), (t.tile_n, hd_v), num_multicast=t.cluster)
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, o, one_stage(lay_o), (SLAB, hd_v))
         dev = Device(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, ops.lse, mma_qk, mma_pv, lay_q, lay_k, lay_v, lay_o,
             ops.softmax_scale * LOG2_E, ops.window_left, ops.window_right, ops.tickets,
@@ -188,9 +172,7 @@ class Forward:
 
     # ------------------------------------------------------------------------------------------ parts and facts
     def band(self, dev):
-        if const_expr(self.traits.mask == "window"):
-            return Band(dev.window_left, dev.window_right)
-        return Band(None, 0) if const_expr(self.traits.mask == "causal") else Band()
+        return band_of(self.traits.mask, dev.window_left, dev.window_right)
 
     def seqlens(self, dev):
         return Seqlens(dev.mQ.shape[0], dev.mK.shape[0])
@@ -263,8 +245,9 @@ class Forward:
             tensor(st.sV, dev.lay_v),
             tensor(st.sO if const_expr(t.output == "own") else st.sQ, dev.lay_o),
         )
-        num_bytes = lambda layout: cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
-        ring = lambda m, stages, layout, kind=Ring: kind(m.data_ptr(), m.data_ptr() + stages, num_bytes(layout))
+        ring = lambda m, stages, layout, kind=Ring: kind(
+            m.data_ptr(), m.data_ptr() + stages, stage_bytes(self.dtype, layout)
+        )
         shared = Ring if t.cluster == 1 else PairRing
         rings = Rings(
             ring(st.bar_q, q_slabs, dev.lay_q),
@@ -349,20 +332,13 @@ class Forward:
     def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact):
         t = self.tile
 
-        def partition(atom, shared, tensor, rows, width, head, cluster=1):
-            g = cute.local_tile(tensor[None, None, head, work.batch], (rows, width), (None, 0))
-            rank = cute.arch.block_idx_in_cluster() if cluster > 1 else 0
-            dst, src = cpasync.tma_partition(
-                atom, rank, cute.make_layout(cluster), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
-            )
-            return atom, src, dst
-
+        rank = cute.arch.block_idx_in_cluster() if const_expr(t.cluster > 1) else 0
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         hooks = Loads(
             *rings[:3],
-            partition(dev.tma_q, smem.Q, dev.mQ, SLAB, self.headdim, work.head),
-            partition(dev.tma_k, smem.K, dev.mK, t.tile_n, self.headdim, kv_head, t.cluster),
-            partition(dev.tma_v, smem.V, dev.mV, t.tile_n, self.headdim_v, kv_head, t.cluster),
+            slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
+            slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch, 0, rank, t.cluster),
+            slices(dev.tma_v, smem.V, dev.mV, (t.tile_n, self.headdim_v), kv_head, work.batch, 0, rank, t.cluster),
             stores,
             t.num_consumers,
             Int16((1 << t.cluster) - 1) if t.cluster > 1 else None,
@@ -493,20 +469,11 @@ class Forward:
             stage = cute.arch.make_warp_uniform(Int32(index))
             hooks.ring_v.wait_released(Slot(stage, Int32(phase)))
             sO = cute.make_tensor(smem.V[None, None, stage].iterator, cute.slice_(dev.lay_o, (None, None, 0)).outer)
-        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
-        slab_mma = hopper.make_trivial_tiled_mma(  # one warpgroup's view, so each addresses its own slab
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (SLAB, self.headdim_v)
-        )
-        thr = cute.make_tiled_copy_C(atom, slab_mma).get_slice(place.warp * 32 + place.lane)
-        cute.copy(atom, thr.retile(out), thr.partition_D(sO))
-        cute.arch.fence_proxy("async.shared", space="cta")
+        write_slab(out, sO, self.headdim_v, place)
         together()
-        gO = cute.local_tile(dev.mO[None, None, work.head, work.batch], (SLAB, self.headdim_v), (None, 0))
-        src, dst = cpasync.tma_partition(
-            dev.tma_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-        )
+        _, target, slab = slices(dev.tma_o, sO, dev.mO, (SLAB, self.headdim_v), work.head, work.batch)
         if place.warp == 0:
-            cute.copy(dev.tma_o, src, dst[None, work.m_block * t.num_consumers + place.wg])
+            cute.copy(dev.tma_o, slab, target[None, work.m_block * t.num_consumers + place.wg])
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(t.output != "own"):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

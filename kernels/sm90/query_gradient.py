@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.mask import Seqlens
 from flashattn_hopper.spec.tile import ROW_PAD as PAD
 from flashattn_hopper.spec.tile import WARPGROUP
 
@@ -26,9 +25,10 @@ from ..common.mask import BandMask
 from ..common.softmax import LOG2_E, probability
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, order_of
-from .forward import SLAB, Slabs, at
+from .forward import Slabs
 from .mainloop import gemm
 from .pipeline import EPILOGUE_BARRIER, PingPong, Ring, Slot, first_slot
+from .tensors import SLAB, at, band_of, one_stage, slices, stage_bytes, staged, write_slab
 
 CONSUMERS = 2
 TILE_M = SLAB * CONSUMERS
@@ -192,22 +192,16 @@ class QueryGradient:
             self.dtype, self.dtype, K, b_major, Float32, (1, 1, 1), (SLAB, width), source
         )
 
-        def staged(rows, width, stages):
-            kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, width)
-            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-            return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
-
-        lay_q, lay_do = staged(SLAB, hd, CONSUMERS), staged(SLAB, hd_v, CONSUMERS)
-        lay_k, lay_v = staged(n, hd, 2), staged(n, hd_v, 1)
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        lay_q, lay_do = staged(self.dtype, SLAB, hd, CONSUMERS), staged(self.dtype, SLAB, hd_v, CONSUMERS)
+        lay_k, lay_v = staged(self.dtype, n, hd, 2), staged(self.dtype, n, hd_v, 1)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom = cpasync.make_tiled_tma_atom
         dev = Device(
-            *atom(load, q, one(lay_q), (SLAB, hd)),
-            *atom(load, do, one(lay_do), (SLAB, hd_v)),
-            *atom(load, k, one(lay_k), (n, hd)),
-            *atom(load, v, one(lay_v), (n, hd_v)),
-            *atom(store, dq, one(lay_q), (SLAB, hd)),
+            *atom(load, q, one_stage(lay_q), (SLAB, hd)),
+            *atom(load, do, one_stage(lay_do), (SLAB, hd_v)),
+            *atom(load, k, one_stage(lay_k), (n, hd)),
+            *atom(load, v, one_stage(lay_v), (n, hd_v)),
+            *atom(store, dq, one_stage(lay_q), (SLAB, hd)),
             mma(K, n, S), mma(K, n, S), mma(MN, hd, R), lay_q, lay_do, lay_k, lay_v,
             scale, window_left, window_right, lse2, delta,
         )  # fmt: skip
@@ -215,9 +209,7 @@ class QueryGradient:
         self.kernel(dev).launch(grid=[tiles, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     def band(self, dev):
-        if const_expr(self.traits.mask == "window"):
-            return Band(dev.window_left, dev.window_right)
-        return Band(None, 0) if const_expr(self.traits.mask == "causal") else Band()
+        return band_of(self.traits.mask, dev.window_left, dev.window_right)
 
     @cute.jit
     def work(self, dev):
@@ -249,7 +241,7 @@ class QueryGradient:
         smem = Shared(
             tensor(st.sQ, dev.lay_q), tensor(st.sdO, dev.lay_do), tensor(st.sK, dev.lay_k), tensor(st.sV, dev.lay_v)
         )
-        num_bytes = lambda layout: cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
+        num_bytes = lambda layout: stage_bytes(self.dtype, layout)
         ring = lambda m, stages, layout: Ring(m.data_ptr(), m.data_ptr() + stages, num_bytes(layout))
         ring_k, ring_v = ring(st.bar_k, 2, dev.lay_k), ring(st.bar_v, 1, dev.lay_v)
         ready = st.bar_q.data_ptr()  # one for each warpgroup: its 64 rows of Q and dO
@@ -280,17 +272,10 @@ class QueryGradient:
         """Producer warp: Q and dO once, then K and V tile after tile."""
         work = self.work(dev)
 
-        def partition(atom, shared, tensor, rows, width, head):
-            g = cute.local_tile(tensor[None, None, head, work.batch], (rows, width), (None, 0))
-            dst, src = cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
-            )
-            return atom, src, dst
-
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         copies = (
-            partition(dev.tma_q, smem.Q, dev.mQ, SLAB, self.headdim, work.head),
-            partition(dev.tma_do, smem.dO, dev.mdO, SLAB, self.headdim_v, work.head),
+            slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
+            slices(dev.tma_do, smem.dO, dev.mdO, (SLAB, self.headdim_v), work.head, work.batch),
         )
         for wg in cutlass.range_constexpr(CONSUMERS):
             with cute.arch.elect_one():
@@ -300,8 +285,8 @@ class QueryGradient:
         hooks = Loads(
             ring_k,
             ring_v,
-            partition(dev.tma_k, smem.K, dev.mK, self.tile_n, self.headdim, kv_head),
-            partition(dev.tma_v, smem.V, dev.mV, self.tile_n, self.headdim_v, kv_head),
+            slices(dev.tma_k, smem.K, dev.mK, (self.tile_n, self.headdim), kv_head, work.batch),
+            slices(dev.tma_v, smem.V, dev.mV, (self.tile_n, self.headdim_v), kv_head, work.batch),
         )
         Walk(self.band(dev)).kv(self.segments(dev, work.m_block, TILE_M), hooks, first_slot())
 
@@ -366,20 +351,11 @@ class QueryGradient:
         to_half(dQ, out)
         together = lambda: cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
         together()
-        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
-        view = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (SLAB, self.headdim)
-        )
-        thr = cute.make_tiled_copy_C(atom, view).get_slice(place.warp * 32 + place.lane)
         slab = smem.Q[None, None, place.wg]
-        cute.copy(atom, thr.retile(out), thr.partition_D(slab))
-        cute.arch.fence_proxy("async.shared", space="cta")
+        write_slab(out, slab, self.headdim, place)
         together()
-        g = cute.local_tile(dev.mdQ[None, None, work.head, work.batch], (SLAB, self.headdim), (None, 0))
-        src, dst = cpasync.tma_partition(
-            dev.tma_dq, 0, cute.make_layout(1), cute.group_modes(slab, 0, 2), cute.group_modes(g, 0, 2)
-        )
+        _, target, source = slices(dev.tma_dq, slab, dev.mdQ, (SLAB, self.headdim), work.head, work.batch)
         if place.warp == 0:
-            cute.copy(dev.tma_dq, src, dst[None, work.m_block * CONSUMERS + place.wg])
+            cute.copy(dev.tma_dq, source, target[None, work.m_block * CONSUMERS + place.wg])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,0 +1,67 @@
+"""Tensors as the Hopper kernels hold them: operands, swizzled shared memory, TMA slices, slabs of one warpgroup."""
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.typing import AddressSpace
+from cutlass.tensor_utils import LayoutEnum
+
+from flashattn_hopper.spec.mask import Band
+
+SLAB = 64  # rows of one warpgroup: the M of its matrix instruction
+
+
+def band_of(mask, left, right):
+    """The band of a compile-time mask kind; `left` and `right` are the run-time edges of a window."""
+    return {"full": Band(), "causal": Band(None, 0)}.get(mask) or Band(left, right)
+
+
+def fake_operand(dtype, batch, seqlen, heads, headdim):
+    """(B, S, H, D) for the compiler: any extents, a contiguous last dimension, other strides multiples of 16 bytes."""
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    return make_fake_tensor(dtype, (batch, seqlen, heads, headdim), strides, assumed_align=16)
+
+
+def at(dtype, address, align):
+    """A pointer into global memory from an address among the operands."""
+    return cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
+
+
+def staged(dtype, rows, width, stages, unit=None):
+    """A swizzled row-major tile, several times. `unit`: columns that a product takes at a time, if not all."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, unit or width)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, stages), order=(0, 1, 2))
+
+
+def one_stage(layout):
+    return cute.slice_(layout, (None, None, 0))
+
+
+def stage_bytes(dtype, layout):
+    return cute.size_in_bytes(dtype, one_stage(layout))
+
+
+def slices(atom, shared, tensor, tile, head, batch, column=0, rank=0, ctas=1):
+    """(atom, source, destination) of one head's tiles; blocks are the source's last mode, stages the destination's.
+
+    `tile` is (rows, columns), `column` which columns. Of `ctas` blocks that load a tile together this is number `rank`.
+    """
+    g = cute.local_tile(tensor[None, None, head, batch], tile, (None, column))
+    dst, src = cpasync.tma_partition(
+        atom, rank, cute.make_layout(ctas), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+    )
+    return atom, src, dst
+
+
+def write_slab(values, slab, width, place):
+    """A warpgroup's 16-bit accumulator fragment into its slab (64, width), visible to TMA after a barrier."""
+    dtype = values.element_type
+    atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
+    view = hopper.make_trivial_tiled_mma(  # one warpgroup's view, so each addresses its own slab
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (SLAB, width)
+    )
+    thr = cute.make_tiled_copy_C(atom, view).get_slice(place.warp * 32 + place.lane)
+    cute.copy(atom, thr.retile(values), thr.partition_D(slab))
+    cute.arch.fence_proxy("async.shared", space="cta")
