@@ -294,51 +294,32 @@ class Forward:
             cute.arch.setmaxregister_increase(t.registers[1])
             self.consume(dev, rings, stores, smem, board)
 
-    # ---- rounds of a dynamic schedule, alike for both roles: first attempts, a vote, second attempts of marked tiles
-    @cute.jit
-    def end_round(self, bad, i):
-        """After a round's last first attempt: (where the search for marks begins, tiles done, 1 if there are marks)."""
-        exact = any_of(bad, self.tile.num_consumers)
-        if exact != 0:
-            round_barrier(self.tile.num_consumers)
-        return Int32(0), i, exact
-
-    @cute.jit
-    def next_redo(self, board, order, i, done, posted):
-        """(1, where to search on, the next marked tile), or (0, 0, the tile posted last) when the round is over."""
-        found, work = Int32(0), posted
-        while i < done and found == 0:
-            marked, linear = board.marked(i)
-            if marked:
-                found, work = Int32(1), order.work(linear)
-            i = i + 1
-        if found == 0:
-            round_barrier(self.tile.num_consumers)
-            i = Int32(0)
-        return found, i, work
-
     # ---- role: producer
     @cute.jit
     def load(self, dev, rings, stores, smem, board):
         """Producer warp: issues every copy, and in a dynamic schedule draws and posts the tiles."""
-        order = self.order(dev)
+        t, order = self.tile, self.order(dev)
         slot, slot_q = first_slot(), first_slot()
         if const_expr(self.dynamic):
             linear, at, total = cute.arch.block_idx()[0], first_slot(), self.extent(dev).tiles()
-            work = posted = order.work(linear)
-            exact, i, done = Int32(0), Int32(0), Int32(0)
-            while linear < total or exact != 0:
-                ticket = board.draw(exact)
-                slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, exact)
-                if exact == 0:
+            work = order.work(linear)
+            while linear < total:
+                i = Int32(0)
+                while linear < total and i < ROUND:
+                    ticket = board.draw()
+                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, Int32(0))
                     following = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
-                    work = posted = order.work(following)
-                    board.post(at, linear, i, following, posted)
+                    work = order.work(following)
+                    board.post(at, linear, i, following, work)
                     linear, i, at = following, i + 1, at.next()
-                    if linear >= total or i == ROUND:
-                        i, done, exact = self.end_round(Int32(0), i)
-                if exact != 0:
-                    exact, i, work = self.next_redo(board, order, i, done, posted)
+                if any_of(Int32(0), t.num_consumers) != 0:
+                    round_barrier(t.num_consumers)
+                    for j in cutlass.range(i, unroll=1):
+                        again, linear_j = board.marked(j)
+                        if again:
+                            redo = order.work(linear_j)
+                            slot, slot_q = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, Int32(1))
+                    round_barrier(t.num_consumers)
             board.close()
         else:
             work, exact, again = self.grid_work(order), Int32(0), Int32(1)
@@ -397,20 +378,25 @@ class Forward:
         slot, slot_q, order = first_slot(), first_slot(), self.order(dev)
         if const_expr(self.dynamic):
             linear, at, total = cute.arch.block_idx()[0], first_slot(), self.extent(dev).tiles()
-            work = posted = order.work(linear)
-            exact, i, done, bad = Int32(0), Int32(0), Int32(0), Int32(0)
-            while linear < total or exact != 0:
-                slot, slot_q, bad_i, following, posted = self.consume_tile(
-                    dev, hooks, place, smem, stores, work, slot, slot_q, exact, board, at, posted
-                )
-                if exact == 0:
+            work = order.work(linear)
+            while linear < total:
+                i, bad = Int32(0), Int32(0)
+                while linear < total and i < ROUND:
+                    slot, slot_q, bad_i, following, work = self.consume_tile(
+                        dev, hooks, place, smem, stores, work, slot, slot_q, Int32(0), board, at
+                    )
                     board.mark(i, linear, bad_i)
-                    linear, bad, i, at, work = following, bad | bad_i, i + 1, at.next(), posted
-                    if linear >= total or i == ROUND:
-                        i, done, exact = self.end_round(bad, i)
-                        bad = Int32(0)
-                if exact != 0:
-                    exact, i, work = self.next_redo(board, order, i, done, posted)
+                    linear, bad, i, at = following, bad | bad_i, i + 1, at.next()
+                if any_of(bad, t.num_consumers) != 0:
+                    round_barrier(t.num_consumers)
+                    for j in cutlass.range(i, unroll=1):
+                        again, linear_j = board.marked(j)
+                        if again:
+                            redo = order.work(linear_j)
+                            slot, slot_q, _, _, _ = self.consume_tile(
+                                dev, hooks, place, smem, stores, redo, slot, slot_q, Int32(1)
+                            )
+                    round_barrier(t.num_consumers)
         else:
             work, exact, again = self.grid_work(order), Int32(0), Int32(1)
             while again != 0:
@@ -423,9 +409,7 @@ class Forward:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def consume_tile(
-        self, dev, hooks, place, smem, stores, work, slot, slot_q, exact, board=None, at=None, posted=None
-    ):
+    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, exact, board=None, at=None):
         t, band = self.tile, self.band(dev)
         row = work.m_block * t.tile_m + place.wg * SLAB + place.warp * 16 + place.lane // 4
         mask = BandMask(band, t.tile_n, self.seqlens(dev), row, 2 * (place.lane % 4))
@@ -445,11 +429,7 @@ class Forward:
             for _ in cutlass.range(own.begin - block.begin, unroll=1):
                 slot = mine.skip(slot)
         bad = mine.softmax.overflowed()
-        following, after = Int32(0), work
-        if const_expr(board is not None):
-            after = posted
-            if exact == 0:
-                following, after = board.read(at)
+        following, after = board.read(at) if const_expr(board is not None) else (Int32(0), work)
         self.store(dev, mine, smem, stores, slot, work, row, place)
         return slot, self.next_q(slot_q), bad, following, after
 
