@@ -86,8 +86,7 @@ class Softmax:
             use[r] = new
             alpha[r] = cute.arch.exp2((old - new) * after)
         if exact != 0:
-            for i in cutlass.range_constexpr(size):
-                S[i] = (S[i] - use[(i // 2) % 2]) * self.scale_log2
+            self.shift_first(S, use)
         else:
             self.shift(S, use)
         self.exponentiate(S, alpha)
@@ -104,6 +103,11 @@ class Softmax:
         """As update, with the biases left alone: no maximum to wait for. Follow with `settle`."""
         self.shift(S, self.bias)
         self.exponentiate(S, None)
+
+    def shift_first(self, S, bias):
+        """`bias` in units of the scores."""
+        for i in range(cute.size(S)):
+            S[i] = (S[i] - bias[(i // 2) % 2]) * self.scale_log2
 
     def shift(self, S, bias):
         for i in range(cute.size(S)):
