@@ -108,7 +108,8 @@ def variant_id(variant) -> str:
 def tile_id(tile: FwdTile | BwdTile) -> str:
     if isinstance(tile, BwdTile):
         return f"{tile.tile_m}x{tile.tile_n}" + ("" if tile.query_n is None else f"-dq{tile.query_n}")
-    return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
+    shared = "-cluster" if tile.cluster > 1 else ""
+    return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}{shared}"
 
 
 def cases_for(spec: KernelSpec) -> list[Case]:
