@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test lint compile bench docs clean distclean
+.PHONY: help setup run test gpu lint compile bench docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,10 @@ run: $(STAMP) ## train a small GPT on real text through hopper_attention
 test: $(STAMP) lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
+# Eight processes share the GPU: what takes time is the float64 that results are compared with.
+gpu: $(STAMP) ## the tests that need a Hopper GPU
+	$(PY) -m pytest -n 8 -m gpu $(ARGS)
+
 compile: $(STAMP) ## compile the kernels (no GPU needed)
 	$(PY) -m pytest -n $(JOBS) -m compile $(ARGS)
 
@@ -73,7 +77,7 @@ lint: $(STAMP) ## ruff, and the layer contracts of pyproject.toml
 	cd $(STAGE) && PYTHONPATH=. $(if $(VENV),$(abspath $(PY)),$(PY)) \
 	  -c 'from importlinter.cli import lint_imports_command as main; main()' --no-cache
 
-bench: $(STAMP) ## measure: make bench ARGS="forward --quick" (needs a Hopper GPU)
+bench: $(STAMP) ## measure: make bench ARGS="forward backward memory" (needs a Hopper GPU)
 	$(PY) bench/run.py $(ARGS)
 
 docs: $(STAMP) ## write the generated tables

@@ -1,4 +1,5 @@
-"""What a call costs the host: time of one eager call, of a variant's first call, and how often anything compiles.
+"""What a call costs the host: time of one eager call (without a graph, with one, with its backward), of a variant's
+first call, and how often anything compiles.
 
     python bench/host.py [--calls] [--first] [--lengths] [--peers cudnn,fa2] [--out DIR]      all three by default
 
@@ -26,6 +27,7 @@ import torch
 
 SHAPE = (1, 128, 1, 64)  # (B, S, H, D)
 CALLS = 200  # per batch; the launch queue holds 1024
+TRAIN_CALLS = 50  # forward and backward are several launches each
 ROUNDS = 30
 LENGTHS = range(64, 301)
 CACHE_VARIABLE = "FLASHATTN_HOPPER_CACHE_DIR"
@@ -64,6 +66,27 @@ def eager_calls(contestants: Sequence[peers.Contestant], device: str, **repeat) 
                     rows.append(row | per_call(call, sync, **repeat))
             except Exception as error:
                 rows.append(row | {"failed": peers.first_line(error)})
+    return rows
+
+
+def train_calls(contestants: Sequence[peers.Contestant], device: str, calls: int = TRAIN_CALLS, **repeat) -> list[dict]:
+    """One row for each contestant: a forward and its backward, `mode` "train". The backend is the backward suite's."""
+    sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    q, k, v, dout = (torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in range(4))
+    rows = []
+    for contestant in contestants:
+        row = {"contestant": contestant.name, "mode": "train"}
+        try:
+            with contestant.session():
+                leaves = [contestant.layout(x).detach().requires_grad_() for x in (q, k, v)]
+                arriving = contestant.layout(dout)
+
+                def step(contestant=contestant, leaves=leaves, arriving=arriving):
+                    torch.autograd.grad(contestant.train(*leaves, causal=True), leaves, arriving)
+
+                rows.append(row | per_call(step, sync, calls, **repeat))
+        except Exception as error:
+            rows.append(row | {"failed": contestant.no_backward or peers.first_line(error)})
     return rows
 
 
@@ -151,11 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "suite": "host",
         "shape": list(SHAPE),
         "batch_of_calls": CALLS,
+        "batch_of_train_calls": TRAIN_CALLS,
         "rounds": ROUNDS,
         "contestants": {c.name: reasons[c.name] or c.version() for c in contestants},
     }
     if o.calls or everything:
-        results["calls"] = eager_calls([c for c in contestants if reasons[c.name] is None], device)
+        ready = [c for c in contestants if reasons[c.name] is None]
+        results["calls"] = eager_calls(ready, device) + train_calls(ready, device)
     if o.first or everything:
         results["first"] = first_calls()
     if o.lengths or everything:

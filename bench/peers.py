@@ -1,4 +1,4 @@
-"""The contestants: ours and other attention kernels behind one call, `forward(q, k, v, causal, window, scale)`.
+"""The contestants: ours and other attention kernels behind two calls, without and with a graph: `call` and `graph`.
 
 Tensors are (B, S, H, D) for all, K and V may have fewer heads; `window` is (left, right) in keys, (None, None) for
 none. A contestant that cannot run here says why in `available()`; one that cannot run a cell raises, and the row
@@ -15,6 +15,7 @@ import importlib.metadata
 import torch
 
 NO_WINDOW = (None, None)
+NOTHING = contextlib.nullcontext()
 
 
 class Contestant:
@@ -24,6 +25,7 @@ class Contestant:
     title = ""
     needs: tuple[str, ...] = ()
     distribution = ""
+    no_backward = ""  # why there are no gradients of it at all
 
     def available(self) -> str | None:
         """None if it can be tried on this machine, else the reason."""
@@ -40,8 +42,8 @@ class Contestant:
         except importlib.metadata.PackageNotFoundError:
             return "unknown"
 
-    def session(self) -> contextlib.AbstractContextManager:
-        """What to hold around a series of `call`s, entered outside the timed region."""
+    def session(self, deterministic: bool = False) -> contextlib.AbstractContextManager:
+        """What to hold around a series of calls, entered outside the timed region."""
         return contextlib.nullcontext()
 
     def layout(self, x):
@@ -56,10 +58,20 @@ class Contestant:
         """One forward pass inside `session()`. Returns the output, (B, S, Hq, Dv)."""
         return self.layout(self.native(*map(self.layout, (q, k, v)), causal, window, scale))
 
-    def forward(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
-        """One forward pass on its own."""
-        with self.session():
-            return self.call(q, k, v, causal, window, scale)
+    def train(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, deterministic=False):
+        """`native` of tensors that want a gradient, for a backward that may have to repeat bit by bit."""
+        if deterministic:
+            raise NotImplementedError(f"{self.title or self.name}: no deterministic backward")
+        return self.native(q, k, v, causal, window, scale)
+
+    def graph(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, deterministic=False):
+        """One forward pass inside `session()` with the graph kept: (leaves, output), both in its own layout."""
+        leaves = [self.layout(x).detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out = self.train(*leaves, causal, window, scale, deterministic)
+        if not out.requires_grad:
+            raise RuntimeError("records no graph")
+        return leaves, out
 
 
 class Ours(Contestant):
@@ -67,12 +79,16 @@ class Ours(Contestant):
     title = "flashattn_hopper"
     needs = ("flashattn_hopper.api",)
     distribution = "flashattn-hopper"
+    train_backend = "sm90"  # Why: "auto" does not choose the compiled backward yet
 
-    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, **options):
         from flashattn_hopper import hopper_attention
 
         edges = {} if window == NO_WINDOW else {"window_size": window}
-        return hopper_attention(q, k, v, causal=causal, softmax_scale=scale, **edges)
+        return hopper_attention(q, k, v, causal=causal, softmax_scale=scale, **edges, **options)
+
+    def train(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, deterministic=False):
+        return self.native(q, k, v, causal, window, scale, deterministic=deterministic, backend=self.train_backend)
 
 
 class Sdpa(Contestant):
@@ -85,10 +101,12 @@ class Sdpa(Contestant):
             return "unavailable: no CUDA device"
         return super().available()
 
-    def session(self):
+    @contextlib.contextmanager
+    def session(self, deterministic: bool = False):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        return sdpa_kernel(getattr(SDPBackend, self.backend))
+        with sdpa_kernel(getattr(SDPBackend, self.backend)), torch_deterministic() if deterministic else NOTHING:
+            yield
 
     def layout(self, x):
         return x.transpose(1, 2)
@@ -98,6 +116,9 @@ class Sdpa(Contestant):
             raise NotImplementedError("scaled_dot_product_attention takes no window")
         gqa = q.shape[1] != k.shape[1]
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+    def train(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, deterministic=False):
+        return self.native(q, k, v, causal, window, scale)  # the session has said it
 
 
 class Cudnn(Sdpa):
@@ -123,6 +144,7 @@ class Fa3(Contestant):
     title = "FlashAttention-3"
     needs = ("fa3_fwd_interface",)
     distribution = "fa3-fwd"
+    no_backward = "the package fa3-fwd has no backward"
 
     def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
         from fa3_fwd_interface import flash_attn_func
@@ -137,10 +159,13 @@ class Fa4(Contestant):
     needs = ("flash_attn.cute.interface",)
     distribution = "flash-attn-4"
 
-    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, **options):
         from flash_attn.cute.interface import flash_attn_func
 
-        return first(flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, window_size=window))
+        return first(flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, window_size=window, **options))
+
+    def train(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, deterministic=False):
+        return self.native(q, k, v, causal, window, scale, **({"deterministic": True} if deterministic else {}))
 
 
 class Flex(Contestant):
@@ -197,6 +222,19 @@ def parse(names: str) -> tuple[Contestant, ...]:
     if unknown:
         raise ValueError(f"unknown peer {', '.join(unknown)}; known are {', '.join(PEERS)}")
     return tuple(PEERS[word] for word in words)
+
+
+@contextlib.contextmanager
+def torch_deterministic():
+    """torch's switch for operators that repeat bit by bit, without its filling of fresh memory, which takes time."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def first(result):

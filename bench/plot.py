@@ -1,7 +1,9 @@
-"""From a results file: figures (SVG), and the table the README shows.
+"""From results files: figures (SVG), and the tables of the documents.
 
-    python bench/plot.py [FILE] [--out DIR]     bench/figures/forward_<headdim>.svg
-    python bench/plot.py [FILE] --readme        a markdown table on standard output
+    python bench/plot.py [FILE ...] [--out DIR]     bench/figures/<suite>_<headdim>.svg, memory.svg
+    python bench/plot.py [FILE ...] --readme        markdown tables on standard output
+
+Without FILE, those of the suites that have been measured.
 
 Reads JSON only: no torch, no GPU, no sibling module, so that the documents' generator can load it by path.
 The same file gives the same bytes.
@@ -17,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
-DEFAULT = HERE / "results" / "nvidia-h200" / "forward.json"
+RESULTS = HERE / "results" / "nvidia-h200"
+SUITES = ("forward", "backward", "memory")
 FIGURES = HERE / "figures"
 OURS = "ours"
 
@@ -93,6 +96,11 @@ def sweeps(groups: Sequence[Sequence[Mapping]]) -> dict[str, dict[int, Sequence[
     return {slug: cells for slug, cells in found.items() if len(cells) > 1}
 
 
+def repeatable(slug: str) -> bool:
+    """Whether the variant's results repeat bit by bit on request: rows for a table, beside the sweeps of a figure."""
+    return "deterministic" in slug.split(".")
+
+
 def words(slug: str) -> tuple[str, str, str]:
     """(dtype, head dimension, the rest): what a slug says beside the phase."""
     _, dtype, dims, *rest = slug.split(".")
@@ -119,6 +127,43 @@ def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
 
+def memory_verdict(group: Sequence[Mapping] | None) -> str:
+    """`ours / least of the peers, its name` in MiB."""
+    found = {row["contestant"]: row["extra_bytes"] / 2**20 for row in group or () if row.get("extra_bytes") is not None}
+    if not found:
+        return ""
+    ours = found.pop(OURS, None)
+    name = min(found, key=found.get, default=None)
+    return " / ".join(["–" if ours is None else f"{ours:.0f}", "–" if name is None else f"{found[name]:.0f} {name}"])
+
+
+def whence(results: Mapping) -> str:
+    """Machine, day and revision."""
+    dirty = "+dirty" if results.get("dirty") else ""
+    return f"on one {results['gpu']['name']}, {results['date'][:10]}, revision {results['revision']}{dirty}"
+
+
+def memory_table(results: Mapping) -> str:
+    """The memory suite as markdown: one line for each length."""
+    mib = lambda row, name: "–" if row.get(name) is None else f"{row[name] / 2**20:,.1f}"
+    cells: dict[int, dict[str, Mapping]] = {}
+    for row in results["rows"]:
+        cells.setdefault(row["seqlen"], {})[row["slug"]] = row
+    slugs = list(dict.fromkeys(row["slug"] for row in results["rows"]))
+    lines = []
+    for seqlen, found in sorted(cells.items()):
+        some = next(iter(found.values()))
+        extra = [mib(found.get(slug, {}), "extra_bytes") for slug in slugs]
+        lines.append([str(seqlen), *extra, mib(some, "operand_bytes"), mib(some, "dense_bytes")])
+    head = ["seqlen", *(f"`{slug}`" for slug in slugs), "operands and gradients", "dense softmax"]
+    heads = results["rows"][0]["heads"] if results["rows"] else 0
+    return (
+        f"MiB {whence(results)}: peak of one forward and backward beside its operands, results and gradients; batch 1, "
+        f"{heads} heads. The dense softmax is one seqlen x seqlen matrix of each head, in the operands' dtype.\n\n"
+        f"{grid(head, lines)}\n"
+    )
+
+
 def markdown_table(path) -> str:
     """The committed numbers as markdown: a line on the machine, the sweeps, then the single shapes.
 
@@ -126,10 +171,12 @@ def markdown_table(path) -> str:
         path: a results file that bench/run.py wrote.
     """
     results = load(path)
+    if results["suite"] == "memory":
+        return memory_table(results)
     groups = by_cell(results["rows"])
     swept = sweeps(groups)
     lengths = sorted({s for cells in swept.values() for s in cells})
-    gpu, tools = results["gpu"], results["versions"]
+    tools = results["versions"]
     peers = ", ".join(
         f"{name} {text}"
         for name, text in results["contestants"].items()
@@ -137,8 +184,7 @@ def markdown_table(path) -> str:
     )
     ceiling = results.get("ceiling") or {}
     parts = [
-        f"TFLOP/s on one {gpu['name']}, {results['date'][:10]}, revision {results['revision']}"
-        f"{'+dirty' if results.get('dirty') else ''}: ours / best peer / ours over best."
+        f"TFLOP/s {whence(results)}: ours / best peer / ours over best."
         + (f" Ceiling: {ceiling['what']}, {ceiling['tflops']:.0f}." if ceiling else "")
         + f" torch {tools['torch']}, CuTe DSL {tools['dsl']}"
         + (f"; peers {peers}." if peers else ".")
@@ -160,12 +206,19 @@ def markdown_table(path) -> str:
                 mask += " ({}, {})".format(*("open" if edge is None else edge for edge in row["window"]))
             lines.append([*words(row["slug"])[:2], mask, *shape, verdict(group)])
         parts.append(grid(["dtype", "headdim", "mask", "B", "S", "heads", "ours / best / ratio"], lines))
+    measured = {slug: cells for slug, cells in swept.items() if any(map(memory_verdict, cells.values()))}
+    if measured:
+        lines = [[*words(slug), *(memory_verdict(cells.get(s)) for s in lengths)] for slug, cells in measured.items()]
+        parts.append(
+            "Peak memory of one forward and backward beside operands and gradients, MiB: ours / least of the peers."
+        )
+        parts.append(grid(["dtype", "headdim", "mask", *map(str, lengths)], lines))
     return "\n\n".join(parts) + "\n"
 
 
 # ----------------------------------------------------------------------------------------------------- figures
 def draw(results: Mapping, out=FIGURES) -> list[pathlib.Path]:
-    """One figure per swept head dimension, one panel per mask: TFLOP/s over the sequence length."""
+    """One figure per swept head dimension, one panel per mask: TFLOP/s over the sequence length. Or that of memory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,8 +226,12 @@ def draw(results: Mapping, out=FIGURES) -> list[pathlib.Path]:
 
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
+    if results["suite"] == "memory":
+        return draw_memory(results, out)
     panels: dict[tuple[str, str], dict[str, dict]] = {}
     for slug, cells in sweeps(by_cell(results["rows"])).items():
+        if repeatable(slug):
+            continue
         dtype, dims, mask = words(slug)
         panels.setdefault((dtype, dims), {})[mask] = cells
     written = []
@@ -196,6 +253,56 @@ def draw(results: Mapping, out=FIGURES) -> list[pathlib.Path]:
             pyplot.close(figure)
         written.append(path)
     return written
+
+
+def draw_memory(results: Mapping, out: pathlib.Path) -> list[pathlib.Path]:
+    """One figure, both axes logarithmic: what grows with seqlen has slope 1, a dense softmax slope 2."""
+    from matplotlib import pyplot
+
+    rows = [row for row in results["rows"] if row.get("extra_bytes")]
+    if not rows:
+        return []
+    lengths = sorted({row["seqlen"] for row in rows})
+    named = lambda test: {row["seqlen"]: row for row in rows if test(row["slug"])}
+    ours = STYLES[OURS]
+    lines = (
+        (
+            ours._replace(label="extra memory of flashattn_hopper"),
+            named(lambda slug: not repeatable(slug)),
+            "extra_bytes",
+        ),
+        (ours._replace(label="the same, deterministic", dash="--", marker="D"), named(repeatable), "extra_bytes"),
+        (Style("operands and gradients", "#7F7F7F", "v", ":"), {row["seqlen"]: row for row in rows}, "operand_bytes"),
+        (Style("dense softmax", "#D55E00", "s", "-."), {row["seqlen"]: row for row in rows}, "dense_bytes"),
+    )
+    with pyplot.rc_context(RC):
+        figure, axis = pyplot.subplots(figsize=(5.2, 3.6), layout="constrained")
+        for style, found, what in lines:
+            if found:
+                axis.plot(
+                    sorted(found),
+                    [found[s][what] / 2**20 for s in sorted(found)],
+                    label=style.label,
+                    color=style.color,
+                    marker=style.marker,
+                    markersize=4,
+                    linestyle=style.dash,
+                    linewidth=style.width,
+                )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.set_xticks(lengths, [str(s) for s in lengths])
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.minorticks_off()
+        axis.set_xlabel("sequence length")
+        axis.set_ylabel("MiB")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        shape = f"{rows[0]['heads']} heads of {words(rows[0]['slug'])[1]}"
+        figure.suptitle(f"memory of forward and backward, {shape}, {results['gpu']['name']}", fontsize=10)
+        path = out / "memory.svg"
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    return [path]
 
 
 def panel(axis, mask: str, cells: Mapping[int, Sequence[Mapping]], ceiling: float | None) -> None:
@@ -241,17 +348,23 @@ def panel(axis, mask: str, cells: Mapping[int, Sequence[Mapping]], ceiling: floa
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", default=str(DEFAULT), help="default: %(default)s")
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"default: of {RESULTS}, those that exist")
     parser.add_argument("--out", default=str(FIGURES), metavar="DIR", help="default: bench/figures")
-    parser.add_argument("--readme", action="store_true", help="print the markdown table instead")
+    parser.add_argument("--readme", action="store_true", help="print the markdown tables instead")
     o = parser.parse_args(argv)
-    if not pathlib.Path(o.file).exists():
-        print(f"{o.file} does not exist: run bench/run.py on a GPU first", file=sys.stderr)
+    files = [pathlib.Path(file) for file in o.files]
+    missing = [str(file) for file in files if not file.exists()]
+    files = files or [file for suite in SUITES if (file := RESULTS / f"{suite}.json").exists()]
+    if missing or not files:
+        print(
+            f"no results to read{': ' + ', '.join(missing) if missing else ''}: run bench/run.py on a GPU first",
+            file=sys.stderr,
+        )
         return 2
     if o.readme:
-        print(markdown_table(o.file), end="")
+        print("\n".join(map(markdown_table, files)), end="")
         return 0
-    for path in draw(load(o.file), o.out):
+    for path in (path for file in files for path in draw(load(file), o.out)):
         print(path)
     return 0
 

@@ -1,112 +1,85 @@
-"""Measure a suite: ours and the peers in one process, in turn, cell by cell; one JSON file for each GPU and suite.
+"""Measure suites: ours and the peers in one process, in turn, cell by cell; one JSON file for each GPU and suite.
 
     python bench/run.py forward [--quick] [--only d128.causal] [--peers cudnn,fa3,fa4,fa2] [--out DIR]
+    python bench/run.py backward memory
 
 Each cell draws fresh random operands. Every contestant first runs once, which compiles it, and is compared with
-float64 on a sample of rows; a wrong or failing one is recorded with its message and not timed. Then all are timed in
-turn over several rounds. The file is rewritten after every cell, so that a run cut short keeps what it has.
+float64 (`tasks.py`); a wrong or failing one is recorded with its message and not timed. Then all are timed in turn
+over several rounds. The file is rewritten after every cell, so that a run cut short keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import math
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
+import memory
 import peers
 import record
 import suites
 import timing
 import torch
 from plot import by_cell, rates, ratio
+from tasks import TASKS
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Relative error (Frobenius norm, against float64) above which a result counts as wrong and is not timed. Output and
-# probabilities rounded once each to the dtype give about one unit in the last place; ten of those is a defect.
-WRONG = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}
+from flashattn_hopper.spec.problem import BWD, FWD
 
-
-class Operands(NamedTuple):
-    q: torch.Tensor  # (B, S, Hq, D)
-    k: torch.Tensor  # (B, S, Hk, D)
-    v: torch.Tensor  # (B, S, Hk, Dv)
-
-
-def operands(cell: suites.Cell, device: str) -> Operands:
-    def draw(heads, dim):
-        return torch.randn(cell.batch, cell.seqlen, heads, dim, device=device, dtype=DTYPES[cell.dtype])
-
-    heads, kv_heads = cell.num_heads_q, cell.num_heads_kv
-    return Operands(draw(heads, cell.headdim), draw(kv_heads, cell.headdim), draw(kv_heads, cell.headdim_v))
+# A backward needs more host time; the longer write before it hides that (see DeviceClock.each).
+SETTINGS = {
+    FWD: (timing.Settings(), timing.QUICK),
+    BWD: (
+        timing.Settings(warmup_ms=15.0, rep_ms=60.0, flush_bytes=2**29),
+        timing.Settings(rounds=2, warmup_ms=10.0, rep_ms=40.0, flush_bytes=2**29),
+    ),
+}
+CELL_SECONDS = 240  # the first call of some peers compiles for a minute
+CONTEXT_LOST = 3  # exit status
 
 
-def forward_error(cell: suites.Cell, ops: Operands, out: torch.Tensor, heads: int = 4, rows: int = 16):
-    """(largest absolute, relative Frobenius) error of a sample of rows against float64.
-
-    The sample has the first and the last query and random ones between, in `heads` random (batch, head) pairs.
-    """
-    expected = (cell.batch, cell.seqlen, cell.num_heads_q, cell.headdim_v)
-    if tuple(out.shape) != expected:
-        raise ValueError(f"output of shape {tuple(out.shape)}, expected {expected}")
-    device, seqlens = out.device, cell.shape.seqlens
-    i = torch.randint(cell.seqlen, (rows,), device=device)
-    i[0], i[-1] = 0, cell.seqlen - 1
-    visible = cell.band.keep(i[:, None], torch.arange(cell.seqlen, device=device), seqlens)
-    worst, off, norm = 0.0, 0.0, 0.0
-    for pair in torch.randint(cell.batch * cell.num_heads_q, (heads,)).tolist():
-        batch, head = divmod(pair, cell.num_heads_q)
-        kv_head = head // (cell.num_heads_q // cell.num_heads_kv)
-        q, k, v = ops.q[batch, i, head], ops.k[batch, :, kv_head], ops.v[batch, :, kv_head]
-        scores = q.double() @ k.double().T * cell.softmax_scale
-        reference = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v.double()
-        difference = out[batch, i, head].double() - reference
-        largest = difference.abs().max().item()
-        # Trap: max(0.0, nan) is 0.0 in Python; a NaN must stay one.
-        worst = largest if math.isnan(largest) else max(worst, largest)
-        off += difference.square().sum().item()
-        norm += reference.square().sum().item()
-        if math.isnan(off):
-            break
-    return worst, math.sqrt(off / norm) if norm else math.sqrt(off)
-
-
-# What a suite's phase checks of a contestant's result. A backward suite adds its own entry.
-ERRORS = {"fwd": forward_error}
-
-
-def ours_plan(cell: suites.Cell, device: str):
-    """What our planner chooses for the cell: (spec, compiled traits, tile)."""
+def ours_plans(cell: suites.Cell, device: str) -> list:
+    """What our planner chooses for the cell, (spec, compiled traits, tile): the forward, then the timed phase's."""
     from flashattn_hopper import planner
 
-    return planner.plan(cell.traits, planner.capability_of(torch.device(device)), "auto", cell.shape)
+    capability = planner.capability_of(torch.device(device))
+    backend = "auto" if cell.phase == FWD else peers.OURS.train_backend
+    phases = dict.fromkeys((FWD, cell.phase))
+    traits = [dataclasses.replace(cell.traits, phase=phase) for phase in phases]
+    return [planner.plan(t, capability, backend, cell.shape) for t in traits]
 
 
 def ours_ran(cell: suites.Cell, device: str) -> dict[str, str | None]:
     """Which of our kernels serves the cell, and its tile."""
-    spec, _, tile = ours_plan(cell, device)
+    spec, _, tile = ours_plans(cell, device)[-1]
     return {"kernel": spec.name, "tile": None if tile is None else record.source(tile)}
 
 
-def first_call(contestant, cell, ops, call):
-    """Run once and judge: (errors, None) or (None, why not)."""
+def first_call(task, contestant):
+    """Run once and judge: (call, what is known of its result, None) or (None, None, why not)."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with contestant.session():
-                out = call()
-            worst, relative = ERRORS[cell.phase](cell, ops, out)
+            with task.session(contestant):
+                call = task.bind(contestant)
+                result = call()
+            # Outside the session: torch's deterministic mode refuses the products of float64.
+            judged, why = task.judge(contestant, result)
+            del result
+            if why is not None:
+                return None, None, why
+            with task.session(contestant):
+                extra = task.extra_bytes(contestant)
         except Exception as error:
             # Why: torch SDPA says in warnings why a backend refuses, and only "no available kernel" in the error.
             reasons = [str(w.message).split(" (Triggered")[0] for w in said if issubclass(w.category, UserWarning)]
-            return None, " | ".join([peers.first_line(error), *reasons])[:400]
-    if not relative <= WRONG[cell.dtype]:
-        return None, f"wrong result: relative error {relative:.1e} against float64"
-    return {"max_error": float(f"{worst:.3g}"), "rel_error": float(f"{relative:.3g}")}, None
+            return None, None, " | ".join([peers.first_line(error), *dict.fromkeys(reasons)])[:400]
+    return call, judged | ({} if extra is None else {"extra_bytes": extra}), None
 
 
 def run_cell(
@@ -124,16 +97,15 @@ def run_cell(
 
     `describe(cell, device)` names kernel and tile of the contestant called "ours".
     """
-    ops = operands(cell, device)
+    task = TASKS[cell.phase](cell, device)
     calls, judged, failed = {}, {}, {}
     for contestant in contestants:
-        call = bind(contestant, cell, ops)
-        errors, why = first_call(contestant, cell, ops, call)
+        call, known, why = first_call(task, contestant)
         if why is None:
-            calls[contestant.name], judged[contestant.name] = call, errors
+            calls[contestant.name], judged[contestant.name] = call, known
         else:
             failed[contestant.name] = why
-    sessions = {contestant.name: contestant.session for contestant in contestants}
+    sessions = {contestant.name: functools.partial(task.session, contestant) for contestant in contestants}
     with torch.no_grad():
         timings = timing.interleave(calls, clock, sessions) if calls else {}
     rows = []
@@ -153,14 +125,6 @@ def run_cell(
             row |= readings(cell, taken, monitor, num_sms)
         rows.append(row)
     return rows
-
-
-def bind(contestant, cell, ops):
-    def call():
-        with torch.no_grad():
-            return contestant.call(*ops, cell.causal, cell.window_size, cell.softmax_scale)
-
-    return call
 
 
 def identity(cell: suites.Cell) -> dict:
@@ -212,7 +176,9 @@ def cell_line(rows: Sequence[Mapping]) -> str:
     text.append(f"ours/best {best:.2f}" if best else "")
     ours = next((r for r in rows if r["contestant"] == peers.OURS.name), None)
     if ours and not ours.get("failed"):
-        text.append(f"err {ours['rel_error']:.1e} {ours.get('tile') or ''}")
+        text.append(f"err {ours['rel_error']:.1e} {ours.get('tile') or ours.get('kernel') or ''}")
+    extra = [f"{r['contestant']} {r['extra_bytes'] / 2**20:.0f}" for r in rows if r.get("extra_bytes") is not None]
+    text.append(f"extra MiB: {', '.join(extra)}" if extra else "")
     lines = ["  ".join(t for t in text if t)]
     lines += [f"    {row['contestant']}: {row['failed']}" for row in rows if row.get("failed")]
     return "\n".join(lines)
@@ -250,11 +216,13 @@ def table(rows: Sequence[Mapping]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ main
-def contestants_for(names: str) -> tuple[list[peers.Contestant], dict[str, str]]:
+def contestants_for(names: str, phase: str = FWD) -> tuple[list[peers.Contestant], dict[str, str]]:
     """(those to run, name -> version or the reason why not). Ours is first."""
     ready, said = [], {}
     for contestant in (peers.OURS, *peers.parse(names)):
         reason = contestant.available()
+        if phase == BWD and reason is None and contestant.no_backward:
+            reason = f"unavailable: {contestant.no_backward}"
         said[contestant.name] = reason or contestant.version()
         if reason is None:
             ready.append(contestant)
@@ -265,74 +233,135 @@ def warm(cells: Sequence[suites.Cell], device: str) -> None:
     """Compile our variants in parallel through the disk cache, so that the cells find them ready."""
     from flashattn_hopper import jit
 
-    plans = [ours_plan(cell, device) for cell in cells]
+    plans = [plan for cell in cells for plan in ours_plans(cell, device)]
     jit.warmup((spec, traits, tile, spec.arch) for spec, traits, tile in plans if tile is not None)
 
 
-def file_name(suite: str, quick: bool, only: str) -> str:
+def try_to_warm(cells: Sequence[suites.Cell], device: str) -> None:
+    try:
+        warm(cells, device)
+    except Exception:
+        traceback.print_exc()  # the cells say it again, each for itself
+
+
+def context_lost(device: str) -> str | None:
+    """Why nothing more can run on the device, or None. After an illegal access every later call fails too."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:
+        return peers.first_line(error)
+    return None
+
+
+def file_name(suite: str, quick: bool, part: str) -> str:
     """A part of a suite has a file of its own: the committed file is always a whole run."""
-    return suite + ("-quick" if quick else "") + ("-only" if only else "")
+    return suite + ("-quick" if quick else "") + ("-only" if part else "")
+
+
+def measure_cells(cells, ready, clock, device: str, results: dict, path, begin: float) -> str | None:
+    """All cells in turn into `results`, saved and told after each. Returns why it stopped early, or None."""
+    ceiling, num_sms = results["ceiling"]["tflops"], results["gpu"]["num_sms"]
+    with record.Monitor(device) as monitor:
+        extras = {"ceiling": ceiling, "monitor": monitor, "num_sms": num_sms, "describe": ours_ran}
+        for cell in cells:
+            try:
+                with timing.limited(CELL_SECONDS, cell.key):
+                    rows = run_cell(cell, ready, clock, device, **extras)
+            except Exception as error:
+                traceback.print_exc()
+                rows = [{"contestant": c.name, **identity(cell), "failed": peers.first_line(error)} for c in ready]
+            results["rows"] += rows
+            results["seconds"] = round(time.monotonic() - begin)
+            record.save(results, path)
+            print(cell_line(rows), flush=True)
+            if any(row.get("failed") for row in rows) and (lost := context_lost(device)):
+                return f"stopped at {cell.key}, whose first failure is the cause; go on with --skip or --peers: {lost}"
+    return None
+
+
+def run_suite(name: str, o, device: str) -> int:
+    """One suite from start to table; the exit status."""
+    suite, begin = suites.SUITES[name], time.monotonic()
+    cells = suite.select(o.quick, o.only, o.skip)
+    torch.manual_seed(o.seed)
+    settings = SETTINGS[suite.phase][o.quick]
+    ready, said = contestants_for(o.peers, suite.phase)
+    for contestant, text in said.items():
+        print(f"{contestant}: {text}", flush=True)
+    results = record.environment(device, o.revision) | {
+        "suite": name,
+        "quick": o.quick,
+        "only": o.only,
+        "skip": o.skip,
+        "settings": settings.record(),
+        "contestants": said,
+        "rows": [],
+    }
+    if peers.OURS in ready:
+        try_to_warm(cells, device)
+    clock = timing.clock_for(device, settings)
+    results["ceiling"] = {"what": f"{timing.MATMUL}³ bf16 product", "tflops": round(timing.matmul_ceiling(clock), 1)}
+    ceiling = results["ceiling"]["tflops"]
+    print(
+        f"ready after {time.monotonic() - begin:.0f} s; {len(cells)} cells; ceiling {ceiling:.0f} TFLOP/s", flush=True
+    )
+    path = record.path_for(o.out, results["gpu"]["name"], file_name(name, o.quick, o.only + o.skip))
+    why = measure_cells(cells, ready, clock, device, results, path, begin)
+    print("\n" + table(results["rows"]))
+    print(f"{path}  ({results['seconds']} s)")
+    if why:
+        print(why, file=sys.stderr)
+    return CONTEXT_LOST if why else 0
+
+
+def run_memory(o, device: str) -> int:
+    """The suite that measures memory instead of time: ours alone, one long sequence after the other."""
+    begin, cells = time.monotonic(), memory.cells(o.quick)
+    torch.manual_seed(o.seed)
+    ready, said = contestants_for("none", BWD)
+    results = record.environment(device, o.revision) | {"suite": "memory", "quick": o.quick, "contestants": said}
+    results["rows"] = []
+    if peers.OURS in ready:
+        try_to_warm(cells, device)
+    path = record.path_for(o.out, results["gpu"]["name"], file_name("memory", o.quick, ""))
+    for cell in cells:
+        with timing.limited(CELL_SECONDS, cell.key):
+            row = {"contestant": peers.OURS.name, **identity(cell)} | memory.row(cell, peers.OURS, device, ours_ran)
+        results["rows"].append(row)
+        results["seconds"] = round(time.monotonic() - begin)
+        record.save(results, path)
+        print(memory.line(row), flush=True)
+        if row.get("failed") and (lost := context_lost(device)):
+            print(f"stopped at {cell.key}: {lost}", file=sys.stderr)
+            return CONTEXT_LOST
+    print(f"{path}  ({results['seconds']} s)")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite", choices=tuple(suites.SUITES))
+    names = (*suites.SUITES, "memory")
+    parser.add_argument("suite", choices=names, nargs="+", help="%(choices)s; several run one after the other")
     parser.add_argument("--quick", action="store_true", help="fewer lengths, fewer rounds")
     parser.add_argument("--only", default="", metavar="TEXT", help="cells whose slug and shape contain TEXT")
+    parser.add_argument("--skip", default="", metavar="TEXT", help="not those whose slug and shape contain TEXT")
     parser.add_argument("--peers", default=",".join(peers.DEFAULT), help=f"of {', '.join(peers.PEERS)}; or none")
     parser.add_argument("--out", default=str(record.RESULTS), metavar="DIR", help="default: bench/results")
     parser.add_argument("--revision", help="for a copy of the tree without git's history, which is asked otherwise")
     parser.add_argument("--seed", type=int, default=0)
     o = parser.parse_args(argv)
-    cells = suites.SUITES[o.suite].select(o.quick, o.only)
-    if not cells:
-        parser.error(f"no cell of {o.suite} contains {o.only!r}")
+    for name in o.suite:
+        if name in suites.SUITES and not suites.SUITES[name].select(o.quick, o.only, o.skip):
+            parser.error(f"no cell of {name} contains {o.only!r} without {o.skip!r}")
     if not torch.cuda.is_available():
         print("bench/run.py measures on a CUDA device, and torch sees none here", file=sys.stderr)
         return 2
-
-    device, begin = "cuda", time.monotonic()
-    torch.manual_seed(o.seed)
-    settings = timing.QUICK if o.quick else timing.Settings()
-    ready, said = contestants_for(o.peers)
-    for name, text in said.items():
-        print(f"{name}: {text}", flush=True)
-    results = record.environment(device, o.revision) | {
-        "suite": o.suite,
-        "quick": o.quick,
-        "only": o.only,
-        "settings": settings.record(),
-        "contestants": said,
-    }
-    if peers.OURS in ready:
-        try:
-            warm(cells, device)
-        except Exception:
-            traceback.print_exc()  # the cells say it again, each for itself
-    clock = timing.clock_for(device, settings)
-    results["ceiling"] = {"what": f"{timing.MATMUL}³ bf16 product", "tflops": round(timing.matmul_ceiling(clock), 1)}
-    ceiling = results["ceiling"]["tflops"]
-    print(f"ready after {time.monotonic() - begin:.0f} s; ceiling {ceiling:.0f} TFLOP/s", flush=True)
-    path = record.path_for(o.out, results["gpu"]["name"], file_name(o.suite, o.quick, o.only))
-    results["rows"] = []
-    with record.Monitor(device) as monitor:
-        for cell in cells:
-            rows = run_cell(
-                cell,
-                ready,
-                clock,
-                device,
-                ceiling=ceiling,
-                monitor=monitor,
-                num_sms=results["gpu"]["num_sms"],
-                describe=ours_ran,
-            )
-            results["rows"] += rows
-            results["seconds"] = round(time.monotonic() - begin)
-            record.save(results, path)
-            print(cell_line(rows), flush=True)
-    print("\n" + table(results["rows"]))
-    print(f"{path}  ({results['seconds']} s)")
+    for name in o.suite:
+        status = run_memory(o, "cuda") if name == "memory" else run_suite(name, o, "cuda")
+        if status:
+            return status
     return 0
 
 

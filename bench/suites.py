@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashattn_hopper.spec.mask import Band, Seqlens
-from flashattn_hopper.spec.problem import FWD, AttentionProblem, Shape, Traits
+from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Traits
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -37,11 +37,12 @@ class Cell:
     band: Band = FULL
     dtype: str = "bf16"
     phase: str = FWD
+    deterministic: bool = False
 
     @property
     def traits(self) -> Traits:
         gqa = self.num_heads_q != self.num_heads_kv
-        return Traits(self.phase, self.dtype, self.headdim, self.headdim_v, self.band.kind, gqa)
+        return Traits(self.phase, self.dtype, self.headdim, self.headdim_v, self.band.kind, gqa, self.deterministic)
 
     @property
     def shape(self) -> Shape:
@@ -83,13 +84,15 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the two matrix products of the forward pass (`FLOPS_PER_FORWARD` for others)."""
-        forward = 2.0 * self.batch * self.num_heads_q * self.pairs * (self.headdim + self.headdim_v)
-        return forward * FLOPS_PER_FORWARD[self.phase]
+        """Floating-point operations of the phase's matrix products; for the backward pass 2.5 times the forward's."""
+        along_d, along_dv = PRODUCTS[self.phase]
+        depth = along_d * self.headdim + along_dv * self.headdim_v
+        return 2.0 * self.batch * self.num_heads_q * self.pairs * depth
 
 
-# How many times the forward pass's operations a phase takes. A phase that gets a suite adds its entry here.
-FLOPS_PER_FORWARD = {FWD: 1.0}
+# How many matrix products a phase has whose inner or outer dimension is headdim, and how many with headdim_v.
+# Forward: S; O. Backward: S again, dQ, dK; dP, dV. A kernel that computes one of them twice is not paid for it.
+PRODUCTS = {FWD: (1, 1), BWD: (3, 2)}
 
 
 def visible_pairs(band: Band, seqlens: Seqlens) -> int:
@@ -133,9 +136,10 @@ class Suite:
         if any(cell.phase != self.phase for cell in self.cells):
             raise ValueError(f"suite {self.name}: a cell of another phase")
 
-    def select(self, quick: bool = False, only: str = "") -> tuple[Cell, ...]:
-        """Cells to run: all, the quick ones, or those whose key contains `only`."""
-        return tuple(c for c in self.cells if (not quick or c.seqlen in QUICK_SEQLENS) and only in c.key)
+    def select(self, quick: bool = False, only: str = "", skip: str = "") -> tuple[Cell, ...]:
+        """Cells to run: all, the quick ones, those whose key contains `only` and not `skip` (if there is one)."""
+        kept = (c for c in self.cells if not quick or c.seqlen in QUICK_SEQLENS)
+        return tuple(c for c in kept if only in c.key and not (skip and skip in c.key))
 
 
 SUITES = {
@@ -152,6 +156,19 @@ SUITES = {
                 *fixed(16, 16, 192, 128),
                 *fixed(16, 16, 128, bands=(window(1024),), seqlen=16384),
                 *fixed(16, 16, 128, dtype="fp16"),
+            ),
+        ),
+        Suite(
+            "backward",
+            BWD,
+            (
+                *sweep((64, 128, 256), phase=BWD),
+                *fixed(32, 8, 128, phase=BWD),
+                *fixed(20, 20, 96, phase=BWD),
+                *fixed(10, 10, 192, phase=BWD),
+                *fixed(16, 16, 192, 128, phase=BWD),
+                *fixed(16, 16, 128, bands=(window(1024),), seqlen=16384, phase=BWD),
+                *sweep((64, 128, 256), seqlens=(1024, 4096), phase=BWD, deterministic=True),
             ),
         ),
     )

@@ -10,7 +10,10 @@ On a CPU (tests) the same code runs with the host clock and without the flush.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -158,6 +161,21 @@ def interleave(
                 continue
             timing.spans.append((begin, time.monotonic()))
     return results
+
+
+@contextlib.contextmanager
+def limited(seconds: float, what: str):
+    """Ends the process, naming `what`, with the stacks of all threads, if the block takes longer: a hanging kernel."""
+    say = threading.Timer(0.95 * seconds, lambda: print(f"\nstill at {what}", file=sys.__stderr__, flush=True))
+    say.daemon = True
+    say.start()
+    # Why faulthandler: its clock needs no interpreter lock, which a launch that never returns may hold.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        say.cancel()
 
 
 def matmul_ceiling(clock, device: str = "cuda", size: int = MATMUL, dtype=torch.bfloat16) -> float:

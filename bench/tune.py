@@ -1,9 +1,9 @@
 """Which tile is fastest: every candidate measured, a ranking, and rows ready to paste into kernels/sm90/specs.py.
 
-    python bench/tune.py --headdim 128 [--headdim-v 128] [--mask full,causal] [--seqlen 512,4096,16384]
+    python bench/tune.py --headdim 128 [--headdim-v 128] [--mask full,causal] [--seqlen 512,4096] [--set cluster=2]
 
 Candidates are `FwdTile.candidates` and the tiles of the present table. They are compiled in parallel
-processes through the disk cache, checked against float64 on a small ragged shape, then measured in turn: all of them
+processes through the disk cache, checked against float64 on small ragged shapes, then measured in turn: all of them
 briefly, and the `--finalists` of each length again with the settings of bench/run.py.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 import peers
 import record
-import run
 import suites
+import tasks
 import timing
 import torch
 
@@ -29,6 +29,9 @@ from flashattn_hopper.spec.tile import FwdTile, Row
 
 BANDS = {"full": suites.FULL, "causal": suites.CAUSAL, "window": suites.window(1024)}
 BRIEF = timing.Settings(rounds=1, warmup_ms=10.0, rep_ms=30.0, rest_s=0.02)
+# Ragged, with an even and with an odd number of query tiles at every tile_m: of a cluster's last pair one may be empty.
+CHECKED = (1000, 850)
+CHECK_SECONDS = 120  # a tile that hangs ends the process; compiling one that `warm` could not is in it
 # Two tiles this close are the same within the noise of a run; the rows then prefer the one that serves more lengths.
 TOLERANCE = 0.01
 
@@ -100,17 +103,18 @@ def warm(variants: Sequence[Traits], keep: Mapping[str, object]) -> None:
 
 def check(launcher: Launcher, tile: FwdTile, cell: suites.Cell, device: str = "cuda") -> str | None:
     """None if `tile` computes `cell` right, else what is wrong."""
-    ops = run.operands(cell, device)
+    ops = tasks.operands(cell, device)
     try:
-        _, relative = run.forward_error(cell, ops, launcher(tile, *ops), heads=6, rows=64)
+        with timing.limited(CHECK_SECONDS, record.source(tile)):
+            _, relative = tasks.forward_error(cell, ops, launcher(tile, *ops), heads=6, rows=64)
     except Exception as error:
         return peers.first_line(error)
-    return None if relative <= run.WRONG[cell.dtype] else f"relative error {relative:.1e}"
+    return None if relative <= tasks.WRONG[cell.dtype] else f"relative error {relative:.1e}"
 
 
 def measure(launcher, tiles: Sequence[FwdTile], cell: suites.Cell, settings, device: str = "cuda"):
     """tile -> TFLOP/s on one cell; those that fail are left out."""
-    ops = run.operands(cell, device)
+    ops = tasks.operands(cell, device)
     calls = {tile: (lambda tile=tile: launcher(tile, *ops)) for tile in tiles}
     timings = timing.interleave(calls, timing.clock_for(device, settings))
     return {
@@ -177,8 +181,9 @@ def tune(traits: Traits, seqlens: Sequence[int], count: int, keep: Mapping[str, 
     tiles = chosen(traits, keep)
     print(f"\n{traits.slug}: {len(tiles)} candidates", flush=True)
     launcher = Launcher(traits, band, torch.cuda.get_device_properties("cuda").multi_processor_count)
-    small = suites.Cell(2, 1000, 4, 2, traits.headdim, traits.headdim_v, band, traits.dtype)
-    wrong = {tile: why for tile in tiles if (why := check(launcher, tile, small)) is not None}
+    small = [suites.Cell(2, s, 4, 2, traits.headdim, traits.headdim_v, band, traits.dtype) for s in CHECKED]
+    reasons = {tile: next(filter(None, (check(launcher, tile, cell) for cell in small)), None) for tile in tiles}
+    wrong = {tile: why for tile, why in reasons.items() if why is not None}
     for tile, why in wrong.items():
         print(f"  left out: {record.source(tile)}: {why}")
     tiles = [tile for tile in tiles if tile not in wrong]
@@ -203,7 +208,7 @@ def tune(traits: Traits, seqlens: Sequence[int], count: int, keep: Mapping[str, 
 
 
 def setting(text: str) -> tuple[str, object]:
-    """`tile_m=192` or `output="own"`, as the field's type."""
+    """`tile_m=192` or `output=own`, as the field's type."""
     name, _, word = text.partition("=")
     names = {"True": True, "False": False}
     if name not in FwdTile.__dataclass_fields__ or not word:

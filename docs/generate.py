@@ -32,8 +32,8 @@ SUPPORT = ROOT / "docs" / "support.md"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "numerics.md", *sorted((ROOT / "docs" / "kernels").glob("*.md")))
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.S)
 NO_RESULTS = (
-    "No results are committed yet. On an H100 or H200, `make bench ARGS=forward` measures this kernel and the peers "
-    "in one process and writes the file that this table is made from."
+    "No results are committed yet. On an H100 or H200, `make bench ARGS={}` measures and writes the file that "
+    "this table is made from."
 )
 
 
@@ -186,23 +186,35 @@ def results_of(suite: str) -> list[Path]:
     return sorted(RESULTS.glob(f"*/{suite}.json"))
 
 
-def forward(page: Path) -> str:
-    """Per results file its table; then the committed figures."""
-    files = results_of("forward")
+def measured(suite: str, page: Path, caption: str = "TFLOP/s over sequence length, {}") -> str:
+    """Per results file of a suite its table; then the committed figures."""
+    files = results_of(suite)
     if not files:
-        return NO_RESULTS
+        return NO_RESULTS.format(suite)
     parts = [plot().markdown_table(file).rstrip("\n") for file in files]
-    figures = sorted((ROOT / "bench" / "figures").glob("forward_*.svg"))
+    figures = sorted((ROOT / "bench" / "figures").glob(f"{suite}*.svg"))
     link = lambda path: os.path.relpath(path, page.parent)
-    parts.append("\n".join(f"![TFLOP/s over sequence length, {path.stem}]({link(path)})" for path in figures))
+    parts.append("\n".join(f"![{caption.format(path.stem)}]({link(path)})" for path in figures))
     return "\n\n".join(part for part in parts if part)
+
+
+def forward(page: Path) -> str:
+    return measured("forward", page)
+
+
+def backward(page: Path) -> str:
+    return measured("backward", page)
+
+
+def memory(page: Path) -> str:
+    return measured("memory", page, "memory of forward and backward over sequence length")
 
 
 def forward_cells(page: Path) -> str:
     """Ours alone, with what explains a number: cycles, clock, power, tile, error."""
     files = results_of("forward")
     if not files:
-        return NO_RESULTS
+        return NO_RESULTS.format("forward")
     return "\n\n".join(cells_of(plot().load(file), os.path.relpath(file, page.parent)) for file in files)
 
 
@@ -279,6 +291,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "fp8-accuracy": fp8_accuracy,
     "forward": forward,
     "forward-cells": forward_cells,
+    "backward": backward,
+    "memory": memory,
     "explain": explained,
 }
 

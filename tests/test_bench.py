@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
 @pytest.fixture(scope="module")
 def bench():
     """The modules of bench/, which is a folder of scripts and no package."""
-    names = ("suites", "timing", "peers", "record", "plot", "run", "tune", "host")
+    names = ("suites", "timing", "peers", "record", "plot", "tasks", "memory", "run", "tune", "host")
     sys.path.insert(0, str(BENCH))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -66,6 +67,25 @@ def test_flops_by_hand(bench, key, flops):
     assert cell.flops == flops
 
 
+def test_backward_suite(bench):
+    cells = bench.suites.SUITES["backward"].cells
+    assert {c.batch * c.seqlen for c in cells} == {16384} and {c.dtype for c in cells} == {"bf16"}
+    found = {(c.traits.slug, c.seqlen) for c in cells}
+    for headdim in (64, 128, 256):
+        for mask in ("full", "causal"):
+            for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+                assert (f"bwd.bf16.d{headdim}.{mask}", seqlen) in found
+            for seqlen in (1024, 4096):
+                assert (f"bwd.bf16.d{headdim}.{mask}.deterministic", seqlen) in found
+    for slug in ("d128.causal.gqa", "d96.full", "d192.causal", "d192x128.full"):
+        assert (f"bwd.bf16.{slug}", 4096) in found
+    assert ("bwd.bf16.d128.window", 16384) in found
+    by_key = {c.key: c for c in cells}
+    assert by_key["bwd.bf16.d128.full b1 s16384 h16:16"].flops == 5 * 2**40  # 2.5 times the forward's 2^41
+    pairs = 4 * 16 * 4096**2
+    assert by_key["bwd.bf16.d192x128.full b4 s4096 h16:16"].flops == 2 * pairs * (3 * 192 + 2 * 128)
+
+
 @pytest.mark.parametrize("band", [Band(), Band(right=0), Band(2, 0), Band(1, 1), Band(None, -2), Band(0, 3)])
 @pytest.mark.parametrize("seqlens", [Seqlens(4, 4), Seqlens(3, 7), Seqlens(7, 3)])
 def test_visible_pairs_is_the_masks_own_count(bench, band, seqlens):
@@ -86,6 +106,9 @@ def test_select(bench):
     only = suite.select(only="d128.causal b16 s1024")
     assert [c.key for c in only] == ["fwd.bf16.d128.causal b16 s1024 h16:16"]
     assert suite.select(only="d999") == ()
+    assert {c.key for c in suite.cells} - {c.key for c in suite.select(skip="d256")} == {
+        c.key for c in suite.cells if c.headdim == 256
+    }
 
 
 def test_a_suite_refuses_a_cell_twice_or_of_another_phase(bench):
@@ -94,6 +117,11 @@ def test_a_suite_refuses_a_cell_twice_or_of_another_phase(bench):
         bench.suites.Suite("x", "fwd", (cell, cell))
     with pytest.raises(ValueError, match="another phase"):
         bench.suites.Suite("x", "bwd", (cell,))
+
+
+def test_every_suite_has_a_task_and_settings(bench):
+    for suite in bench.suites.SUITES.values():
+        assert bench.tasks.TASKS[suite.phase] and len(bench.run.SETTINGS[suite.phase]) == 2
 
 
 # ------------------------------------------------------------------------------------------------------ timing
@@ -161,20 +189,20 @@ def cell_of(bench, band, **changes):
 def test_error_against_float64_sees_every_kind_of_mistake(bench, band):
     torch.manual_seed(0)
     cell = cell_of(bench, band)
-    ops = bench.run.operands(cell, "cpu")
+    ops = bench.tasks.operands(cell, "cpu")
     right = contestant(bench, "right").call(*ops, cell.causal, cell.window_size, cell.softmax_scale)
-    worst, relative = bench.run.forward_error(cell, ops, right, heads=8, rows=16)
+    worst, relative = bench.tasks.forward_error(cell, ops, right, heads=8, rows=16)
     assert 0 < relative < 5e-3 and 0 < worst < 0.05
     wrong_heads = right.roll(1, dims=2)
-    assert bench.run.forward_error(cell, ops, wrong_heads)[1] > 0.1
+    assert bench.tasks.forward_error(cell, ops, wrong_heads)[1] > 0.1
     wrong_last_row = right.clone()
     wrong_last_row[:, -1] += 1
-    assert bench.run.forward_error(cell, ops, wrong_last_row)[1] > 0.1
+    assert bench.tasks.forward_error(cell, ops, wrong_last_row)[1] > 0.1
     nans = right.clone()
     nans[:, 0] = math.nan
-    assert all(map(math.isnan, bench.run.forward_error(cell, ops, nans)))
+    assert all(map(math.isnan, bench.tasks.forward_error(cell, ops, nans)))
     with pytest.raises(ValueError, match="output of shape"):
-        bench.run.forward_error(cell, ops, right.transpose(1, 2))
+        bench.tasks.forward_error(cell, ops, right.transpose(1, 2))
 
 
 def broken(out):
@@ -257,7 +285,7 @@ def test_absent_peers_say_why(bench, monkeypatch):
 
 def test_without_a_gpu_the_commands_say_so(bench, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.run.main(["forward"]) == 2
+    assert bench.run.main(["forward", "backward", "memory"]) == 2
     assert bench.tune.main(["--headdim", "64"]) == 2
     assert bench.host.main([]) == 2
     assert capsys.readouterr().err.count("torch sees none here") == 3
@@ -267,6 +295,320 @@ def test_part_of_a_suite_never_replaces_the_whole(bench):
     name = bench.run.file_name
     assert len({name("forward", quick, only) for quick in (False, True) for only in ("", "d64")}) == 4
     assert name("forward", False, "") == "forward"
+
+
+# ------------------------------------------------------------------------------------------------------ backward
+class Spoiled(torch.autograd.Function):
+    """The identity, with gradients changed on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad), None
+
+
+def trainee(bench, name, which=0, change=None):
+    """A contestant whose gradient of q, k or v (`which` of them) is changed."""
+    made = contestant(bench, name)
+    exact = made.native
+    if change:
+
+        def native(*tensors, **options):
+            tensors = list(tensors)
+            tensors[which] = Spoiled.apply(tensors[which], change)
+            return exact(*tensors, **options)
+
+        made.native = native
+    return made
+
+
+def backward_cell(bench, band, **changes):
+    return cell_of(bench, band, phase="bwd", **changes)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(right=0), Band(7, 0)], ids=lambda b: b.kind)
+def test_exact_gradients_are_autograds(bench, band):
+    torch.manual_seed(0)
+    cell = backward_cell(bench, band)
+    ops = bench.tasks.operands(cell, "cpu")
+    q, k, v = (x.double().requires_grad_() for x in ops)
+    dout = torch.randn(2, 40, 4, 8, dtype=torch.bfloat16)
+    keep = band.keep(torch.arange(40)[:, None], torch.arange(40), Seqlens(40, 40))
+    wide = [x.repeat_interleave(2, 2).transpose(1, 2) for x in (k, v)]
+    scores = (q.transpose(1, 2) @ wide[0].mT * 16**-0.5).masked_fill(~keep, -math.inf)
+    out = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
+    for rows in (7, 1024):  # several chunks, the last one short; one chunk
+        mine = bench.tasks.exact_gradients(cell, ops, dout, 1, 1, rows)
+        torch.testing.assert_close(mine.dq, dq[1, :, 2:4])
+        torch.testing.assert_close(mine.dk, dk[1, :, 1])
+        torch.testing.assert_close(mine.dv, dv[1, :, 1])
+
+
+def row_off(index):
+    def change(grad):
+        grad = grad.clone()
+        grad[:, index] = 0
+        return grad
+
+    return change
+
+
+def nan_somewhere(grad):
+    grad = grad.clone()
+    grad[0, 0, 0, 0] = math.nan  # of the first sequence and head, which the sample need not have
+    return grad
+
+
+def test_wrong_gradients_are_not_timed(bench):
+    torch.manual_seed(0)
+    cell = backward_cell(bench, Band(right=0), seqlen=200)
+    fakes = {
+        "ours": trainee(bench, "ours"),
+        "scaled": trainee(bench, "scaled", 0, lambda grad: grad * 1.1),
+        "heads": trainee(bench, "heads", 1, lambda grad: grad.roll(1, dims=2)),
+        "last": trainee(bench, "last", 0, row_off(-1)),
+        "early": trainee(bench, "early", 1, row_off(3)),
+        "nan": trainee(bench, "nan", 2, nan_somewhere),
+        "broken": contestant(bench, "broken", broken),
+        "detached": contestant(bench, "detached", torch.Tensor.detach),
+    }
+    rows = bench.run.run_cell(cell, list(fakes.values()), brief(bench), "cpu", ceiling=1e-3)
+    ours, *others = rows
+    assert ours["slug"] == "bwd.bf16.d16x8.causal.gqa" and ours["rel_error"] < 1e-2
+    assert ours["rel_error"] == max(ours[name] for name in ("dq", "dk", "dv")) <= ours["block_error"] < 3e-2
+    assert ours["tflops"] == pytest.approx(cell.flops / ours["ms"] / 1e9, abs=0.06)
+    assert "extra_bytes" not in ours  # only CUDA counts
+    said = {row["contestant"]: row["failed"] for row in others}
+    assert said["scaled"].startswith("wrong result: relative error of dq 1.0e-01")
+    assert "relative error of dk" in said["heads"]
+    assert said["nan"] == "wrong result: dv is not finite everywhere"
+    assert said["early"].startswith("wrong result: relative error")
+    assert said["last"].startswith("wrong result: relative error")
+    assert said["broken"] == "RuntimeError: no such kernel" and said["detached"] == "RuntimeError: records no graph"
+    assert not any("tflops" in row for row in others)
+
+
+def test_one_wrong_row_of_many_is_found(bench):
+    cell = backward_cell(bench, Band(), batch=1, seqlen=4096, num_heads_q=1, num_heads_kv=1)
+    exact = bench.tasks.Gradients(*(torch.randn(4096, *shape) for shape in ((1, 16), (16,), (8,))))
+    grads = bench.tasks.Gradients(exact.dq[None], exact.dk[None, :, None].clone(), exact.dv[None, :, None])
+    grads.dk[0, 1000] = 0
+    errors = bench.tasks.gradient_errors(cell, grads, {(0, 0): exact})
+    assert errors["dq"] == errors["dv"] == 0 and errors["dk"] < 2e-2 < 6e-2 < errors["block_error"]
+    assert math.isnan(bench.tasks.worst_of([1.0, math.nan, 2.0]))
+
+
+def test_the_backward_alone_is_timed(bench):
+    counted = contestant(bench, "counted")
+    forwards, exact = [], counted.native
+    counted.native = lambda *args: forwards.append(1) or exact(*args)
+    task = bench.tasks.BackwardTask(backward_cell(bench, Band()), "cpu")
+    call = task.bind(counted)
+    assert len(forwards) == 1
+    first, again = call(), call()
+    assert len(forwards) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+def test_deterministic_cells_reach_those_who_offer_it(bench, monkeypatch):
+    task = bench.tasks.BackwardTask(backward_cell(bench, Band(), num_heads_kv=4, deterministic=True), "cpu")
+    assert task.cell.traits.slug == "bwd.bf16.d16x8.full.deterministic"
+    _, _, why = bench.run.first_call(task, contestant(bench, "peer"))
+    assert why == "NotImplementedError: peer: no deterministic backward"
+    seen = []
+    monkeypatch.setattr(bench.peers.Fa4, "native", lambda self, q, k, v, *args, **options: seen.append(options) or q)
+    bench.peers.Fa4().graph(*task.ops, deterministic=True), bench.peers.Fa4().graph(*task.ops)
+    assert seen == [{"deterministic": True}, {}]
+    with bench.peers.Fa2().session(deterministic=True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    with bench.peers.Fa2().session():
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_peers_without_backward_say_so(bench, monkeypatch):
+    monkeypatch.setattr(bench.peers.Fa3, "needs", ())
+    ready, said = bench.run.contestants_for("fa3", "bwd")
+    assert said["fa3"] == "unavailable: the package fa3-fwd has no backward" and "fa3" not in {c.name for c in ready}
+    assert "fa3" in {c.name for c in bench.run.contestants_for("fa3", "fwd")[0]}
+
+
+def test_ours_trains_through_the_public_function(bench, monkeypatch):
+    torch.manual_seed(0)
+    (asked,) = bench.run.run_cell(backward_cell(bench, Band()), [bench.peers.OURS], brief(bench), "cpu")
+    # Asked for by name: never the reference in silence.
+    assert asked["failed"] == "NotImplementedError: no kernel runs fwd.bf16.d16x8.full.gqa on cpu"
+    monkeypatch.setattr(bench.peers.Ours, "train_backend", "auto")
+    for band, deterministic in ((Band(right=0), False), (Band(7, 0), True)):
+        cell = backward_cell(bench, band, deterministic=deterministic)
+        (row,) = bench.run.run_cell(cell, [bench.peers.OURS], brief(bench), "cpu", describe=bench.run.ours_ran)
+        assert row["rel_error"] < 1e-2 and row["kernel"] == "reference.backward"
+    with pytest.raises(RuntimeError, match="records no graph"):
+        contestant(bench, "detached", torch.Tensor.detach).graph(*bench.tasks.operands(cell, "cpu"))
+
+
+def test_our_variants_of_a_backward_are_both_compiled(bench, monkeypatch):
+    from flashattn_hopper import planner
+
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    for cell in bench.suites.SUITES["backward"].cells:
+        forward, backward = bench.run.ours_plans(cell, "cuda")
+        assert (forward.spec.name, backward.spec.name) == ("sm90.forward", "sm90.backward")
+        assert backward.traits.deterministic in (False, cell.deterministic)
+    assert len(bench.run.ours_plans(bench.suites.SUITES["forward"].cells[0], "cuda")) == 1
+
+
+class FakeMemory:
+    """torch.cuda's counters, moved by hand."""
+
+    def __init__(self, monkeypatch, bench):
+        self.now = self.peak = 1000
+        for name in ("synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
+
+
+def test_extra_memory_is_the_peak_beside_inputs_and_results(bench, monkeypatch):
+    counters = FakeMemory(monkeypatch, bench)
+
+    def step():
+        counters.peak = 1000 + 5000
+        return torch.zeros(100), torch.zeros(200, dtype=torch.bfloat16)
+
+    assert bench.tasks.peak_beside_results(step, "cuda") == 5000 - 400 - 400
+    assert bench.tasks.peak_beside_results(step, "cpu") is None
+
+
+def small_memory_cells(bench, seqlens=(64, 128, 256)):
+    make = lambda s, d: bench.suites.Cell(1, s, 2, 2, 16, 16, Band(right=0), phase="bwd", deterministic=d)
+    return [make(seqlen, deterministic) for deterministic in (False, True) for seqlen in seqlens]
+
+
+def test_memory_suite(bench, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    cells = bench.memory.cells()
+    assert [c.seqlen for c in cells] == [2**n for n in range(11, 18)] * 2
+    assert {c.traits.slug for c in cells} == {"bwd.bf16.d128.causal", "bwd.bf16.d128.causal.deterministic"}
+    assert bench.memory.dense_bytes(cells[0]) == 2 * 2048 * 2048 * 2
+    assert bench.memory.operand_bytes(cells[0]) == 8 * 2048 * 2 * 128 * 2  # q, k, v, out and their gradients
+    monkeypatch.setattr(bench.memory, "cells", lambda quick: small_memory_cells(bench))
+    monkeypatch.setattr(bench.peers.Ours, "train_backend", "auto")
+    counted = bench.tasks.BackwardTask.extra_bytes
+    # The reference on a CPU has no counter: run its call all the same, and stand in a linear number.
+    monkeypatch.setattr(
+        bench.tasks.BackwardTask, "extra_bytes", lambda self, c: counted(self, c) or 2**20 * self.cell.seqlen
+    )
+    options = SimpleNamespace(quick=False, seed=0, revision="abc", out=tmp_path)
+    assert bench.run.run_memory(options, "cpu") == 0
+    said = capsys.readouterr().out
+    assert said.count("MiB, dense softmax") == 6 and "reference.backward" in said
+    (path,) = tmp_path.glob("*/memory.json")
+    rows = bench.record.load(path)["rows"]
+    assert [row["extra_bytes"] >> 20 for row in rows] == [64, 128, 256] * 2
+    table = bench.plot.markdown_table(path)
+    assert "| 128 | 128.0 | 128.0 | 0.1 | 0.1 |" in table and "revision abc" in table
+    figures = [bench.plot.draw(bench.plot.load(path), tmp_path / where)[0] for where in "ab"]
+    svg = figures[0].read_text()
+    assert figures[0].name == "memory.svg" and svg == figures[1].read_text()
+    for text in ("dense softmax", "flashattn_hopper", "deterministic", ">256<", "MiB"):
+        assert text in svg, text
+    assert bench.plot.draw({"suite": "memory", "rows": []}, tmp_path) == []
+
+
+def test_memory_rows_keep_failures(bench, monkeypatch):
+    monkeypatch.setattr(bench.peers.Ours, "train_backend", "auto")
+    cell = small_memory_cells(bench)[0]
+    row = bench.memory.row(cell, trainee(bench, "nan", 2, nan_somewhere), "cpu", bench.run.ours_ran)
+    assert row["failed"] == "ValueError: dv is not finite everywhere" and row["dense_bytes"] == 2 * 64 * 64 * 2
+    assert "not finite" in bench.memory.line(row | bench.run.identity(cell))
+
+
+# ---------------------------------------------------------------------------------------------- a run of a suite
+def options(tmp_path, **changes):
+    defaults = {"quick": True, "only": "", "skip": "", "peers": "none", "out": tmp_path, "revision": "abc", "seed": 0}
+    return SimpleNamespace(**(defaults | changes))
+
+
+@pytest.fixture
+def small_run(bench, monkeypatch):
+    """A backward suite of three small cells with two fakes, on the CPU; calls context_lost as on a GPU."""
+    cells = tuple(backward_cell(bench, Band(right=0), seqlen=s, num_heads_kv=4) for s in (16, 32, 40))
+    monkeypatch.setitem(bench.suites.SUITES, "backward", bench.suites.Suite("backward", "bwd", cells))
+    monkeypatch.setattr(bench.suites, "QUICK_SEQLENS", (16, 32, 40))
+    settings = brief(bench).settings
+    monkeypatch.setitem(bench.run.SETTINGS, "bwd", (settings, settings))
+    monkeypatch.setattr(bench.timing, "matmul_ceiling", lambda clock: 700.0)
+    fakes = [contestant(bench, "ours"), contestant(bench, "fa4")]
+    monkeypatch.setattr(bench.run, "contestants_for", lambda *_: (fakes, {c.name: "1" for c in fakes}))
+    monkeypatch.setattr(bench.run, "ours_ran", lambda *_: {"kernel": "sm90.backward", "tile": "T"})
+    return fakes
+
+
+def test_a_run_writes_each_cell_as_it_finishes(bench, small_run, monkeypatch, tmp_path, capsys):
+    saved, save = [], bench.record.save
+    monkeypatch.setattr(
+        bench.record, "save", lambda results, path: saved.append(len(results["rows"])) or save(results, path)
+    )
+    assert bench.run.run_suite("backward", options(tmp_path), "cpu") == 0
+    assert saved == [2, 4, 6]
+    (path,) = tmp_path.glob("*/backward-quick.json")
+    results = bench.record.load(path)
+    assert results["suite"] == "backward" and results["ceiling"]["tflops"] == 700.0
+    assert all(row["ms"] > 0 and row["rel_error"] < 1e-2 for row in results["rows"])
+    said = capsys.readouterr().out
+    assert said.count("sm90") == 0 and sum(line.startswith("bwd.bf16.d16x8.causal ") for line in said.splitlines()) == 6
+
+
+def test_a_failing_cell_does_not_end_a_run_but_a_lost_context_does(bench, small_run, monkeypatch, tmp_path, capsys):
+    real = bench.tasks.BackwardTask
+
+    def task(cell, device):
+        if cell.seqlen == 32:
+            raise MemoryError("too large")
+        return real(cell, device)
+
+    monkeypatch.setitem(bench.run.TASKS, "bwd", task)
+    assert bench.run.run_suite("backward", options(tmp_path), "cpu") == 0
+    (path,) = tmp_path.glob("*/backward-quick.json")
+    rows = bench.record.load(path)["rows"]
+    assert [row.get("failed") for row in rows] == [None] * 2 + ["MemoryError: too large"] * 2 + [None] * 2
+    monkeypatch.setattr(bench.run, "context_lost", lambda device: "AcceleratorError: illegal access")
+    assert bench.run.run_suite("backward", options(tmp_path), "cpu") == bench.run.CONTEXT_LOST
+    assert len(bench.record.load(path)["rows"]) == 4
+    assert "stopped at bwd.bf16.d16x8.causal b2 s32 h4:4" in capsys.readouterr().err
+
+
+def test_a_device_that_answers_no_more_is_noticed(bench, monkeypatch):
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0]))
+    assert bench.run.context_lost("cuda") is None
+
+    def illegal(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch, "zeros", illegal)
+    assert bench.run.context_lost("cuda") == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert bench.run.context_lost("cpu") is None
+
+
+def test_a_hanging_cell_ends_the_process(bench):
+    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import time, timing\n"
+    code += "with timing.limited(0.5, 'cell x'): time.sleep(60)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1 and "still at cell x" in ended.stderr and "Timeout" in ended.stderr
+
+
+def test_a_suite_or_cell_that_does_not_exist_is_refused(bench, capsys):
+    for words in (["sideways"], ["backward", "--only", "d999"], ["forward", "--only", "d64", "--skip", "bf16"]):
+        with pytest.raises(SystemExit):
+            bench.run.main(words)
+    assert "no cell of backward contains 'd999'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------- plot
@@ -328,11 +670,27 @@ def test_figures_are_reproducible_and_keep_text(bench, results_file, tmp_path):
     assert "FlashAttention-4" not in svg
 
 
+def test_backward_table_and_figures(bench, results_file, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = bench.plot.load(results_file)
+    rows = [row | {"slug": row["slug"].replace("fwd.", "bwd."), "extra_bytes": 3 << 20} for row in results["rows"]]
+    again = [row | {"slug": row["slug"] + ".deterministic"} for row in rows if row["contestant"] == "ours"]
+    path = bench.record.save(results | {"suite": "backward", "rows": rows + again}, tmp_path / "backward.json")
+    lines = bench.plot.markdown_table(path).splitlines()
+    assert "| bf16 | 16 | causal | 533 / 496 fa3 / **1.07** | 710 / 740 fa3 / **0.96** |" in lines
+    assert "| bf16 | 16 | causal deterministic | 533 / – / – | 710 / – / – |" in lines
+    assert "| bf16 | 16 | causal | 3 / 3 fa3 | 3 / 3 fa3 |" in lines
+    (figure,) = bench.plot.draw(bench.plot.load(path), tmp_path)
+    assert figure.name == "backward_16.svg"
+    assert ">full<" in figure.read_text() and "deterministic" not in figure.read_text()
+
+
 # ---------------------------------------------------------------------------------------------------------- tune
 A, B, C = FwdTile(128, 128), FwdTile(192, 80, schedule="dynamic", output="own"), FwdTile(128, 96, ping_pong=False)
+PAIR = FwdTile(128, 128, cluster=2)
 
 
-@pytest.mark.parametrize("value", [A, B, C])
+@pytest.mark.parametrize("value", [A, B, C, PAIR])
 def test_source_is_code_that_makes_the_tile(bench, value):
     assert eval(bench.record.source(value)) == value
 
@@ -369,7 +727,7 @@ def write(address, tensor):
 
 
 @pytest.mark.parametrize("band", [Band(right=0), Band(7, 0)], ids=lambda b: b.kind)
-@pytest.mark.parametrize("tile", [A, B], ids=["grid", "dynamic"])
+@pytest.mark.parametrize("tile", [A, B, PAIR], ids=["grid", "dynamic", "cluster"])
 def test_launcher_passes_what_the_variant_has(bench, band, tile):
     cell = cell_of(bench, band)
     launcher = bench.tune.Launcher(cell.traits, band, num_ctas=132, device="cpu")
@@ -388,6 +746,17 @@ def test_launcher_passes_what_the_variant_has(bench, band, tile):
     assert ops.lse
     launcher.functions[tile] = lambda ops: write(ops.o, ops.q.new_zeros(*ops.q.shape[:3], ops.v.shape[3]))
     assert bench.tune.check(launcher, tile, cell, "cpu").startswith("relative error 1.0e+00")
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_clusters_can_be_tuned_alone(bench, dims):
+    traits = Traits("fwd", "bf16", *dims, "causal")
+    tiles = bench.tune.chosen(traits, dict([bench.tune.setting("cluster=2")]))
+    assert tiles and {(tile.cluster, tile.schedule) for tile in tiles} == {(2, "grid")}
+    assert set(tiles) < set(bench.tune.candidates(traits))
+    # What is checked has an even and an odd number of query tiles, so that a pair may lack its second.
+    for tile_m in {tile.tile_m for tile in tiles}:
+        assert {-(-seqlen // tile_m) % 2 for seqlen in bench.tune.CHECKED} == {0, 1}
 
 
 def test_settings_of_tiles_are_read_as_their_type(bench):
@@ -423,5 +792,11 @@ def test_host_rows_have_both_modes_and_keep_failures(bench):
     assert len(rows) == 6 and found["ours", "graph"]["min_us"] > 0 and found["detached", "no_grad"]["min_us"] > 0
     assert found["detached", "graph"]["failed"] == "RuntimeError: records no graph"
     assert found["bad", "no_grad"]["failed"] == "RuntimeError: no such kernel"
+    rows += bench.host.train_calls(
+        [trainee(bench, "ours"), contestant(bench, "bad", broken), bench.peers.Fa3()], "cpu", calls=1, rounds=1
+    )
+    ours, bad, fa3 = rows[6:]
+    assert ours["mode"] == "train" and ours["min_us"] > 0 and bad["failed"] == "RuntimeError: no such kernel"
+    assert fa3["failed"] == "the package fa3-fwd has no backward"
     text = bench.host.report({"calls": rows, "first": {"fresh": {"first_call_s": 3.5}}})
     assert "first call, fresh: first_call_s 3.5" in text and "us median" in text
