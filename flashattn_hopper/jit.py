@@ -253,18 +253,10 @@ def _compile(spec, traits, tile, arch, options: str = ""):
     with _compiling:
         cute = _toolchain.import_cute(arch.target)
         module, _, name = spec.entry.partition(":")
-        entry = getattr(importlib.import_module(module), name)
-
-        def compile():
-            kernel = entry(traits, tile)
-            return cute.compile(
-                kernel, *kernel.arguments(), options=f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
-            )
-
-        # Why a thread of its own: where the calling one has an MLIR context open, of another compiler or left behind,
-        # cute.compile would trace into that, return None and say nothing.
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(compile).result()
+        kernel = getattr(importlib.import_module(module), name)(traits, tile)
+        return cute.compile(
+            kernel, *kernel.arguments(), options=f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
+        )
 
 
 def compile_cubin(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> bytes:

@@ -1,6 +1,5 @@
 """The JIT without a GPU: what enters a key, what is compiled once, and what happens when the disk misbehaves."""
 
-import importlib
 import json
 import logging
 import os
@@ -570,13 +569,3 @@ def test_driver_that_is_too_old_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(_toolchain, "_driver_major", lambda: 12)
     with pytest.raises(ImportError, match="the driver supports CUDA 12, installed are libraries for cu13"):
         _toolchain._flavour(tmp_path)
-
-
-@needs_dsl
-def test_an_open_mlir_context_does_not_matter():
-    """As another compiler on the calling thread leaves it, or one that failed."""
-    ir = _toolchain.import_cute(SM90.target) and importlib.import_module("cutlass._mlir.ir")
-    with ir.Context(), ir.Location.unknown():
-        module = ir.Module.create()
-        with ir.InsertionPoint(module.body):
-            assert callable(jit.compiled(*VARIANT))
