@@ -149,10 +149,12 @@ _owners = []
 def positional(function):
     """A function of `cute.compile` as `load` would give it: called by position, without a Python wrapper's cost."""
     unwrap = getattr(function, "__tvm_ffi_object__", None)
-    if unwrap is None:
+    # Trap: None inside where cutlass was imported for another target than the kernel's; the wrapper's call says so.
+    bare = None if unwrap is None else unwrap()
+    if bare is None:
         return function
     _owners.append(function)  # it owns the code
-    return unwrap()
+    return bare
 
 
 @functools.cache

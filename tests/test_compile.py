@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from flashattn_hopper import jit, planner
+from flashattn_hopper import _toolchain, jit, planner
 from flashattn_hopper.arguments import TORCH_DTYPES, check, problem_of
 from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.kernels.common.operands import BwdOperands, FwdOperands
@@ -123,6 +123,7 @@ def test_one_kernel_is_not_picked_among_several():
 
 def smem_of(monkeypatch):
     """A list that gets the bytes of dynamic shared memory of each kernel that is traced from now on."""
+    _toolchain.import_cute(sm90.FORWARD.arch.target)  # Trap: the first import of cutlass fixes the target it can load
     from cutlass.memory import SmemAllocator
 
     sizes, allocate = [], SmemAllocator.allocate
