@@ -1,6 +1,6 @@
 """Which tile is fastest: every candidate measured, a ranking, and rows ready to paste into kernels/sm90/specs.py.
 
-    python bench/tune.py --headdim 128 [--headdim-v 128] [--mask full,causal] [--seqlen 512,4096] [--set cluster=2]
+    python bench/tune.py --headdim 128 [--headdim-v 128] [--mask full,causal] [--seqlen 512,4096] [--set output=own]
 
 Candidates are `FwdTile.candidates` and the tiles of the present table. They are compiled in parallel
 processes through the disk cache, checked against float64 on small ragged shapes, then measured in turn: all of them
@@ -29,7 +29,7 @@ from flashattn_hopper.spec.tile import FwdTile, Row
 
 BANDS = {"full": suites.FULL, "causal": suites.CAUSAL, "window": suites.window(1024)}
 BRIEF = timing.Settings(rounds=1, warmup_ms=10.0, rep_ms=30.0, rest_s=0.02)
-# Ragged, with an even and with an odd number of query tiles at every tile_m: of a cluster's last pair one may be empty.
+# Ragged, with an even and with an odd number of query tiles at every tile_m.
 CHECKED = (1000, 850)
 CHECK_SECONDS = 120  # a tile that hangs ends the process; compiling one that `warm` could not is in it
 # Two tiles this close are the same within the noise of a run; the rows then prefer the one that serves more lengths.

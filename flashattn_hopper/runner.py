@@ -153,9 +153,10 @@ def launch_backward(fn, chosen: planner.Plan, problem: AttentionProblem, dout, d
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     grads = [_empty(t.shape, t.dtype, t.device) for t in (q, k, v)]
     rows = shape.batch * shape.num_heads_q * -(-shape.seqlen_q // ROW_PAD) * ROW_PAD
-    workspace = _empty((rows * chosen.tile.workspace_floats(chosen.traits.headdim),), torch.float32, q.device)
-    addresses = (out, lse, dlse, *grads, workspace)
-    fn((q, k, v, dout, *(0 if t is None else t.data_ptr() for t in addresses), problem.softmax_scale, left, right))
+    workspace = _empty((chosen.tile.workspace_floats(rows, chosen.traits.headdim),), torch.float32, q.device)
+    addresses = [0 if t is None else t.data_ptr() for t in (out, lse, dlse, *grads, workspace)]
+    num_ctas = planner.num_sms(q.device) if chosen.tile.kv_stages == 2 else None
+    fn((q, k, v, dout, *addresses, problem.softmax_scale, left, right, num_ctas))
     return grads
 
 

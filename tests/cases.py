@@ -36,9 +36,6 @@ OTHER_TILES = (
     FwdTile(128, 64, schedule="dynamic", q_stages=2, output="v", ping_pong=False),
     FwdTile(128, 112, output="own"),
     FwdTile(128, 80, output="v"),
-    FwdTile(128, 128, cluster=2),
-    FwdTile(128, 80, output="v", cluster=2),
-    FwdTile(192, 80, output="own", cluster=2),
 )
 
 
@@ -108,8 +105,7 @@ def variant_id(variant) -> str:
 def tile_id(tile: FwdTile | BwdTile) -> str:
     if isinstance(tile, BwdTile):
         return f"{tile.tile_m}x{tile.tile_n}" + ("" if tile.query_n is None else f"-dq{tile.query_n}")
-    shared = "-cluster" if tile.cluster > 1 else ""
-    return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}{shared}"
+    return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
 
 
 def cases_for(spec: KernelSpec) -> list[Case]:

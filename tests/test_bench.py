@@ -687,10 +687,9 @@ def test_backward_table_and_figures(bench, results_file, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- tune
 A, B, C = FwdTile(128, 128), FwdTile(192, 80, schedule="dynamic", output="own"), FwdTile(128, 96, ping_pong=False)
-PAIR = FwdTile(128, 128, cluster=2)
 
 
-@pytest.mark.parametrize("value", [A, B, C, PAIR])
+@pytest.mark.parametrize("value", [A, B, C])
 def test_source_is_code_that_makes_the_tile(bench, value):
     assert eval(bench.record.source(value)) == value
 
@@ -727,7 +726,7 @@ def write(address, tensor):
 
 
 @pytest.mark.parametrize("band", [Band(right=0), Band(7, 0)], ids=lambda b: b.kind)
-@pytest.mark.parametrize("tile", [A, B, PAIR], ids=["grid", "dynamic", "cluster"])
+@pytest.mark.parametrize("tile", [A, B], ids=["grid", "dynamic"])
 def test_launcher_passes_what_the_variant_has(bench, band, tile):
     cell = cell_of(bench, band)
     launcher = bench.tune.Launcher(cell.traits, band, num_ctas=132, device="cpu")
@@ -749,12 +748,12 @@ def test_launcher_passes_what_the_variant_has(bench, band, tile):
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
-def test_clusters_can_be_tuned_alone(bench, dims):
+def test_one_kind_of_tile_can_be_tuned_alone(bench, dims):
     traits = Traits("fwd", "bf16", *dims, "causal")
-    tiles = bench.tune.chosen(traits, dict([bench.tune.setting("cluster=2")]))
-    assert tiles and {(tile.cluster, tile.schedule) for tile in tiles} == {(2, "grid")}
+    tiles = bench.tune.chosen(traits, dict([bench.tune.setting("schedule=grid")]))
+    assert tiles and {tile.schedule for tile in tiles} == {"grid"}
     assert set(tiles) < set(bench.tune.candidates(traits))
-    # What is checked has an even and an odd number of query tiles, so that a pair may lack its second.
+    # What is checked has an even and an odd number of query tiles.
     for tile_m in {tile.tile_m for tile in tiles}:
         assert {-(-seqlen // tile_m) % 2 for seqlen in bench.tune.CHECKED} == {0, 1}
 

@@ -335,6 +335,7 @@ def backward_operands(**changes):
         softmax_scale=0.125,
         window_left=3,
         window_right=5,
+        num_ctas=132,
     )
     return tuple(usual._replace(**changes))
 
@@ -367,6 +368,7 @@ REFUSED_BACKWARD = {
     "no workspace": {"workspace": None},
     "dlse left out": {"dlse": None},
     "no window edge": {"window_left": None},
+    "no number of blocks": {"num_ctas": None},
     "too few operands": None,
 }
 

@@ -168,9 +168,8 @@ def qkv(seqlen_q=5, seqlen_k=9, headdim=64, headdim_v=64, batch=2, heads=4, head
 
 @pytest.fixture
 def stream(monkeypatch):
-    """A stream that tests can switch, on a device that counts as having 132 multiprocessors."""
+    """A stream that tests can switch."""
     state = {"handle": 7, "capturing": False}
-    monkeypatch.setattr(planner, "num_sms", lambda device: 132)
     monkeypatch.setattr(runner, "_raw_stream", lambda index: state["handle"])
     monkeypatch.setattr(runner, "_capturing", lambda: state["capturing"])
     monkeypatch.setattr(runner, "_tickets", {})
@@ -455,6 +454,12 @@ def forward_results(q, v):
     return out, torch.randn(q.shape[0], q.shape[2], q.shape[1])
 
 
+@pytest.fixture(autouse=True)
+def multiprocessors(monkeypatch):
+    """As many as an H100 has."""
+    monkeypatch.setattr(planner, "num_sms", lambda device: 132)
+
+
 def launched(q, k, v, dout, dlse=None, out=None, lse=None, band=FULL):
     """(what the kernel was given, the gradients)"""
     asked = problem(q, k, v, band).for_phase(BWD)
@@ -479,7 +484,7 @@ def test_backward_operands_in_order(kept):
     assert sent.q is q and sent.k is k and sent.v is v and sent.do is dout
     assert (sent.o, sent.lse, sent.dlse) == (out.data_ptr(), lse.data_ptr(), dlse.data_ptr())
     assert (sent.dq, sent.dk, sent.dv) == (dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
-    assert sent[11:] == (0.125, None, None)
+    assert sent[11:] == (0.125, None, None, 132)
     for grad, x in zip((dq, dk, dv), (q, k, v)):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     *grads, workspace = kept
@@ -495,7 +500,7 @@ def test_the_workspace_holds_padded_rows(kept, seqlen_q, dims):
     workspace, plan = kept[-1], planner.plan(asked.traits, (9, 0), "sm90", asked.shape)
     assert workspace.dtype == torch.float32 and workspace.is_contiguous()
     rows = 2 * 4 * -(-seqlen_q // ROW_PAD) * ROW_PAD
-    assert workspace.numel() == rows * plan.tile.workspace_floats(plan.traits.headdim)
+    assert workspace.numel() == plan.tile.workspace_floats(rows, plan.traits.headdim)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ class FwdTile:
     `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
-    `cluster`: 2 lets the blocks of two neighbouring query tiles share K and V, each loading half of a tile for both.
     """
 
     tile_m: int
@@ -31,7 +30,6 @@ class FwdTile:
     output: str = "q"
     schedule: str = "grid"
     ping_pong: bool = True
-    cluster: int = 1
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -42,8 +40,6 @@ class FwdTile:
         self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
         self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: a stage each")
         self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")
-        self._require(self.cluster in (1, 2), "cluster", "1 or 2")
-        self._require(self.cluster == 1 or self.schedule == "grid", "cluster", "1 unless schedule='grid'")
         self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which bars a prefetch")
         self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for 'grid': no next tile")
 
@@ -91,17 +87,16 @@ class FwdTile:
                 live = tile_n // 2 + tile_n // 4 + traits.headdim_v // 2
                 if live + 30 > cls(tile_m, tile_n).registers[1]:
                     continue
-                for schedule, q_stages, output, cluster in (
-                    ("grid", 1, "q", 1),
-                    ("grid", 1, "q", 2),
-                    ("dynamic", 1, "q", 1),
-                    ("dynamic", 1, "v", 1),
-                    ("dynamic", 2, "v", 1),
-                    ("dynamic", 1, "own", 1),
-                    ("dynamic", 2, "own", 1),
+                for schedule, q_stages, output in (
+                    ("grid", 1, "q"),
+                    ("dynamic", 1, "q"),
+                    ("dynamic", 1, "v"),
+                    ("dynamic", 2, "v"),
+                    ("dynamic", 1, "own"),
+                    ("dynamic", 2, "own"),
                 ):
                     try:
-                        tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, output=output, cluster=cluster)
+                        tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, output=output)
                         tile.check(arch, traits)
                     except ValueError:
                         continue
@@ -115,19 +110,24 @@ class BwdTile:
     128 keys: 64 for each warpgroup. 64 keys: both work on them, each on half of the columns of dK and dV.
     `query_n`: None sums dQ in float32 global memory; a number gives dQ a kernel of its own, 128 queries by query_n
     keys, which costs two more products, needs no sums in memory, and repeats bit by bit.
+    `kv_stages`: 1 is one thread block per key tile; with 2, resident blocks draw tickets, and K and V of the next key
+    tile are loaded, and dK and dV of the last one stored, under this one.
     """
 
     tile_m: int
     tile_n: int = 128
     query_n: int | None = None
+    kv_stages: int = 1
 
     def __post_init__(self):
         if self.tile_m not in (64, 128):
             raise ValueError(f"BwdTile: tile_m={self.tile_m!r}; allowed: 64 or 128")
         if self.tile_n not in (64, 128):
             raise ValueError(f"BwdTile: tile_n={self.tile_n!r}; allowed: 64 or 128")
-        if self.tile_n == 64 and (self.query_n is None or self.tile_m != 64):
-            raise ValueError(f"{self}: tile_n=64 needs tile_m=64 and a query_n")
+        if self.tile_n == 64 and (self.query_n is None or self.tile_m != 64 or self.kv_stages != 1):
+            raise ValueError(f"{self}: tile_n=64 needs tile_m=64, a query_n, and kv_stages=1")
+        if self.kv_stages not in (1, 2):
+            raise ValueError(f"BwdTile: kv_stages={self.kv_stages!r}; allowed: 1 or 2")
         if self.query_n is not None and (self.query_n % 16 or not 16 <= self.query_n <= 256):
             raise ValueError(f"BwdTile: query_n={self.query_n!r}; allowed: None or a multiple of 16 up to 256")
 
@@ -145,16 +145,16 @@ class BwdTile:
         return 24, 240
 
     def smem_bytes(self, traits: Traits) -> int:
-        """K and V once; Q, dO, dS, lse and delta in two stages each; barriers (an upper bound by 1 KiB)."""
+        """K and V; Q, dO, dS, lse and delta in two stages each; barriers (an upper bound by 1 KiB)."""
         size = BYTES[traits.dtype]
         widths = (traits.headdim + traits.headdim_v) * size
         scores = 2 if self.tile_n == 64 else int(self.query_n is None)  # P and dS, dS, or neither in shared memory
         stage = self.tile_m * (widths + scores * self.tile_n * size + 8)
-        return self.tile_n * widths + 2 * stage + 1024
+        return self.kv_stages * self.tile_n * widths + 2 * stage + 1024
 
-    def workspace_floats(self, headdim: int) -> int:
-        """For each padded query row: lse and delta, and dQ where it is summed in memory."""
-        return 2 + (headdim if self.query_n is None else 0)
+    def workspace_floats(self, rows: int, headdim: int) -> int:
+        """For each of `rows` padded query rows: lse and delta, and dQ where it is summed in memory; then a ticket."""
+        return rows * (2 + (headdim if self.query_n is None else 0)) + 4
 
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""

@@ -36,7 +36,8 @@ class BwdOperands(NamedTuple):
     dq: Any  # address of (B, Sq, Hq, D)
     dk: Any  # address of (B, Sk, Hk, D)
     dv: Any  # address of (B, Sk, Hk, Dv)
-    workspace: Any  # address; rows of Sq padded to 128: float32 dQ (rows, headdim), lse (rows), delta (rows)
+    workspace: Any  # address; rows of Sq padded to 128: float32 dQ (rows, headdim), lse (rows), delta (rows); a ticket
     softmax_scale: Any  # Float32, > 0
     window_left: Any = None  # Int32, keys; only for mask="window"
     window_right: Any = None
+    num_ctas: Any = None  # Int32, resident thread blocks; only for kv_stages=2

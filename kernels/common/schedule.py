@@ -1,12 +1,11 @@
 """The dynamic schedule: resident thread blocks draw tickets, and a board tells their consumers what comes next."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
-
-from .work import Work
+from cutlass import Int32, const_expr
 
 # Tiles that a block does before its roles agree whether one of them needs a second attempt; the board remembers them.
 ROUND = 128
@@ -14,16 +13,16 @@ ROUND = 128
 
 @dataclass(frozen=True)
 class Board:
-    """The producer warp draws and posts; consumers read the next tile before their epilogue.
+    """The producer warp draws and posts; consumers look what comes next.
 
-    `tickets`: two words in global memory, the next ticket and the blocks that are done. The last block to finish
-    leaves both at zero. Trap: launches that run at the same time must not share them.
+    `tickets`: words in global memory, the next ticket and, for `close`, the blocks that are done. Trap: launches that
+    run at the same time must not share them.
     """
 
     ring: object  # Ring of two slots, released once by each consumer warp
-    next: cute.Tensor  # shared, (2 slots, linear index + Work)
-    history: cute.Tensor  # shared, (ROUND,): linear indices of this round's tiles, complemented if to be redone
+    next: cute.Tensor  # shared, (2 slots, linear index + the three fields of a tile's work)
     tickets: cute.Tensor
+    history: Any = None  # shared, (ROUND,): linear indices of this round's tiles, complemented if to be redone
 
     @cute.jit
     def draw(self):
@@ -34,27 +33,30 @@ class Board:
         return ticket
 
     @cute.jit
-    def post(self, slot, done, i, following, work):
-        """Record a tile as done and post the following one, decoded, so that consumers need no divisions."""
+    def post(self, slot, following, work, i=None, done=None):
+        """Post the following tile, decoded, so that consumers need no divisions; record tile i of the round as done."""
         cute.arch.mbarrier_wait(self.ring.empty + slot.index, slot.phase ^ 1)
         if cute.arch.lane_idx() == 0:
             for j in cutlass.range_constexpr(4):
                 self.next[slot.index, j] = (following, *work)[j]
-            self.history[i] = done
+            if const_expr(self.history is not None):
+                self.history[i] = done
             cute.arch.mbarrier_arrive(self.ring.full + slot.index)
 
-    def read(self, slot):
-        """Consumer warps: (linear index, Work) of the following tile."""
+    def look(self, slot):
+        """Consumer warps: (linear index, fields of the work) of the tile in a slot. As often as wanted, then `done`."""
         self.ring.wait(slot)
         # Why uniform: TMA takes its coordinates from uniform registers, and the compiler cannot see that lanes agree.
-        following, m_block, head, batch = [cute.arch.make_warp_uniform(self.next[slot.index, j]) for j in range(4)]
+        linear, *work = [cute.arch.make_warp_uniform(self.next[slot.index, j]) for j in range(4)]
+        return linear, work
+
+    def done(self, slot):
         cute.arch.sync_warp()
         self.ring.release(slot)
-        return following, Work(m_block, head, batch)
 
     @cute.jit
     def mark(self, i, linear, bad):
-        """Consumer threads, after `read`: tile i of the round needs a second attempt.
+        """Consumer threads, after `look`: tile i of the round needs a second attempt.
 
         Why not the whole round: which tiles share one depends on timing, and the two attempts round differently, so
         results would not repeat bit by bit.
@@ -69,6 +71,7 @@ class Board:
 
     @cute.jit
     def close(self):
+        """The last block to finish leaves both words at zero."""
         if cute.arch.lane_idx() == 0:
             done = cute.arch.atomic_add(self.tickets.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
             if done == cute.arch.grid_dim()[0] - 1:

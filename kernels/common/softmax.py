@@ -85,7 +85,7 @@ class Softmax:
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             use[r] = new
             alpha[r] = cute.arch.exp2((old - new) * after)
-        if exact != 0:
+        if const_expr(exact):
             self.shift_first(S, use)
         else:
             self.shift(S, use)
@@ -94,10 +94,7 @@ class Softmax:
 
     def units(self, exact):
         """What scores are multiplied by before a bias is subtracted and after it: the scale is in one of the places."""
-        one = Float32(1.0)
-        return [
-            Float32(cutlass.select_(exact != 0, *pair)) for pair in ((one, self.scale_log2), (self.scale_log2, one))
-        ]
+        return (Float32(1.0), self.scale_log2) if exact else (self.scale_log2, Float32(1.0))
 
     def update_optimistic(self, S):
         """As update, with the biases left alone: no maximum to wait for. Follow with `settle`."""

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 
 
 class Section(NamedTuple):
@@ -40,6 +42,15 @@ class Place(NamedTuple):
     wg: Int32
     warp: Int32
     lane: Int32
+
+
+def thread_again():
+    """The thread index read anew: what an epilogue derives from it does not occupy registers through the main loop."""
+    asm = llvm.inline_asm(
+        T.i32(), [], "mov.u32 $0, %tid.x;", "=r",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Int32(asm)
 
 
 @dataclass(frozen=True)

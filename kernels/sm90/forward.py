@@ -18,7 +18,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int16, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -31,18 +31,16 @@ from ..common.mask import BandMask
 from ..common.operands import FwdOperands
 from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LOG2_E, Softmax
-from ..common.walk import Walk, careful
+from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
 from .mainloop import Loads, Overlapped
 from .pipeline import (
     EPILOGUE_BARRIER,
     NoTurns,
-    PairRing,
     PingPong,
     Ring,
     Slot,
     any_of,
-    any_of_cluster,
     first_slot,
     round_barrier,
 )
@@ -77,7 +75,6 @@ class Rings(NamedTuple):
     q: Ring
     k: Ring
     v: Ring
-    word: cute.Pointer  # in shared memory, for votes of a cluster
 
 
 class Shared(NamedTuple):
@@ -152,23 +149,16 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         # A headdim below the compiled one needs no copy: TMA reads zeros beyond it and does not write there.
         tma_q, mQ = cpasync.make_tiled_tma_atom(load, q, one_stage(lay_q), (SLAB, hd))
-        share = load if t.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tma_k, mK = cpasync.make_tiled_tma_atom(share, k, one_stage(lay_k), (t.tile_n, hd), num_multicast=t.cluster)
-        tma_v, mV = cpasync.make_tiled_tma_atom(share, v, one_stage(lay_v), (t.tile_n, hd_v), num_multicast=t.cluster)
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, k, one_stage(lay_k), (t.tile_n, hd))
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, v, one_stage(lay_v), (t.tile_n, hd_v))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, o, one_stage(lay_o), (SLAB, hd_v))
         dev = Device(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, ops.lse, mma_qk, mma_pv, lay_q, lay_k, lay_v, lay_o,
             ops.softmax_scale * LOG2_E, ops.window_left, ops.window_right, ops.tickets,
         )  # fmt: skip
-        tiles = cute.ceil_div(q.shape[0], t.tile_m * t.cluster) * q.shape[2] * q.shape[3]
-        grid = cutlass.min(tiles, ops.num_ctas) if const_expr(self.dynamic) else tiles * t.cluster
-        self.kernel(dev).launch(
-            grid=[grid, 1, 1],
-            block=[t.num_threads, 1, 1],
-            cluster=[t.cluster, 1, 1] if t.cluster > 1 else None,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        tiles = cute.ceil_div(q.shape[0], t.tile_m) * q.shape[2] * q.shape[3]
+        grid = cutlass.min(tiles, ops.num_ctas) if const_expr(self.dynamic) else tiles
+        self.kernel(dev).launch(grid=[grid, 1, 1], block=[t.num_threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     # ------------------------------------------------------------------------------------------ parts and facts
     def band(self, dev):
@@ -178,35 +168,14 @@ class Forward:
         return Seqlens(dev.mQ.shape[0], dev.mK.shape[0])
 
     def extent(self, dev):
-        m_blocks = cute.ceil_div(dev.mQ.shape[0], self.tile.tile_m * self.tile.cluster)
+        m_blocks = cute.ceil_div(dev.mQ.shape[0], self.tile.tile_m)
         return Extent(m_blocks, dev.mQ.shape[2], dev.mQ.shape[3], dev.mK.shape[0])
 
     def order(self, dev):
         return order_of(self.traits.mask, self.extent(dev), 2 * (self.headdim + self.headdim_v))
 
-    @cute.jit
-    def grid_work(self, order):
-        """The query tile of this block under schedule="grid"; neighbours form a cluster."""
-        block = cute.arch.block_idx()[0]
-        if const_expr(self.tile.cluster == 1):
-            return order.work(block)
-        m_pair, head, batch = order.work(block // self.tile.cluster)
-        return Work(m_pair * self.tile.cluster + cute.arch.block_idx_in_cluster(), head, batch)
-
-    def block_segments(self, dev, m_block, exact):
-        """KV tiles that the producers load: what any warpgroup of the block, or of the cluster, sees."""
-        t = self.tile
-        if const_expr(t.cluster == 1):
-            return self.segments(dev, m_block, t, exact)
-        return self.segments(dev, m_block // t.cluster, Slabs(t.tile_m * t.cluster, t.tile_n), exact)
-
-    def vote(self, flag, word):
-        if const_expr(self.tile.cluster == 1):
-            return any_of(flag, self.tile.num_consumers)
-        return any_of_cluster(flag, self.tile.num_consumers, word)
-
-    def segments(self, dev, m_block, tile, exact):
-        return careful(self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith), exact)
+    def segments(self, dev, m_block, tile):
+        return self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith)
 
     def next_q(self, slot):
         return slot.next() if self.tile.q_stages == 2 else slot.again()
@@ -245,15 +214,11 @@ class Forward:
             tensor(st.sV, dev.lay_v),
             tensor(st.sO if const_expr(t.output == "own") else st.sQ, dev.lay_o),
         )
-        ring = lambda m, stages, layout, kind=Ring: kind(
-            m.data_ptr(), m.data_ptr() + stages, stage_bytes(self.dtype, layout)
-        )
-        shared = Ring if t.cluster == 1 else PairRing
+        ring = lambda m, stages, layout: Ring(m.data_ptr(), m.data_ptr() + stages, stage_bytes(self.dtype, layout))
         rings = Rings(
             ring(st.bar_q, q_slabs, dev.lay_q),
-            ring(st.bar_k, t.num_stages, dev.lay_k, shared),
-            ring(st.bar_v, t.num_stages, dev.lay_v, shared),
-            st.board.data_ptr(),
+            ring(st.bar_k, t.num_stages, dev.lay_k),
+            ring(st.bar_v, t.num_stages, dev.lay_v),
         )
         stores = st.bar_o.data_ptr() if const_expr(t.output == "v") else None
         board = None
@@ -262,29 +227,22 @@ class Forward:
             board = Board(
                 Ring(st.bar_t.data_ptr(), st.bar_t.data_ptr() + 2, 0),
                 cute.make_tensor(words, cute.make_layout((2, 4))),
-                cute.make_tensor(words + 8, cute.make_layout(ROUND)),
                 cute.make_tensor(at(Int32, dev.tickets, 4), cute.make_layout(2)),
+                cute.make_tensor(words + 8, cute.make_layout(ROUND)),
             )
         if warp == 0:
             with cute.arch.elect_one():
                 warps = 4 * t.num_consumers
                 rings.q.init(q_slabs, 1 if t.output == "q" else 4)
-                rings.k.init(t.num_stages, warps * t.cluster)
-                rings.v.init(t.num_stages, warps * t.cluster)
-                if const_expr(t.cluster > 1):
-                    cute.make_tensor(rings.word, cute.make_layout(1))[0] = Int32(0)
+                rings.k.init(t.num_stages, warps)
+                rings.v.init(t.num_stages, warps)
                 if const_expr(t.output == "v"):
                     for stage in cutlass.range_constexpr(t.num_stages):
                         cute.arch.mbarrier_init(stores + stage, 1)
                 if const_expr(self.dynamic):
                     board.ring.init(2, warps)
         cute.arch.mbarrier_init_fence()
-        if const_expr(t.cluster > 1):
-            # Neither block may arrive on barriers of the other before they exist.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.barrier()
+        cute.arch.barrier()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(t.registers[0])
@@ -307,10 +265,10 @@ class Forward:
                 i = Int32(0)
                 while linear < total and i < ROUND:
                     ticket = board.draw()
-                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, Int32(0))
+                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False)
                     following = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
                     work = order.work(following)
-                    board.post(at, linear, i, following, work)
+                    board.post(at, following, work, i, linear)
                     linear, i, at = following, i + 1, at.next()
                 if any_of(Int32(0), t.num_consumers) != 0:
                     round_barrier(t.num_consumers)
@@ -318,35 +276,31 @@ class Forward:
                         again, linear_j = board.marked(j)
                         if again:
                             redo = order.work(linear_j)
-                            slot, slot_q = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, Int32(1))
+                            slot, slot_q = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, True)
                     round_barrier(t.num_consumers)
             board.close()
         else:
-            work, exact, again = self.grid_work(order), Int32(0), Int32(1)
-            while again != 0:
-                slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, exact)
-                again = self.vote(Int32(0), rings.word) & (exact ^ 1)
-                exact = Int32(1)
+            work = order.work(cute.arch.block_idx()[0])
+            slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False)
+            if any_of(Int32(0), t.num_consumers) != 0:
+                slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, True)
 
     @cute.jit
     def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact):
         t = self.tile
-
-        rank = cute.arch.block_idx_in_cluster() if const_expr(t.cluster > 1) else 0
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         hooks = Loads(
             *rings[:3],
             slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
-            slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch, 0, rank, t.cluster),
-            slices(dev.tma_v, smem.V, dev.mV, (t.tile_n, self.headdim_v), kv_head, work.batch, 0, rank, t.cluster),
+            slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch),
+            slices(dev.tma_v, smem.V, dev.mV, (t.tile_n, self.headdim_v), kv_head, work.batch),
             stores,
             t.num_consumers,
-            Int16((1 << t.cluster) - 1) if t.cluster > 1 else None,
             slot_q,
             work.m_block * t.num_consumers,
             slot_q.index if t.q_stages == 2 else slot_q.phase,
         )
-        slot = Walk(self.band(dev)).kv(self.block_segments(dev, work.m_block, exact), hooks, slot)
+        slot = Walk(self.band(dev), exact).kv(self.segments(dev, work.m_block, t), hooks, slot)
         return slot, self.next_q(slot_q)
 
     # ---- role: consumer
@@ -373,17 +327,18 @@ class Forward:
             O=cute.make_rmem_tensor(thr_pv.partition_shape_C((SLAB, self.headdim_v)), Float32),
             shape_s=thr_qk.partition_shape_C((SLAB, t.tile_n)),
             frees_q=t.output != "q",
+            place=place,
         )
         hooks.turns.start()
-        slot, slot_q, order = first_slot(), first_slot(), self.order(dev)
+        slot, slot_q, order, unread = first_slot(), first_slot(), self.order(dev), Int32(0)
         if const_expr(self.dynamic):
             linear, at, total = cute.arch.block_idx()[0], first_slot(), self.extent(dev).tiles()
             work = order.work(linear)
             while linear < total:
                 i, bad = Int32(0), Int32(0)
                 while linear < total and i < ROUND:
-                    slot, slot_q, bad_i, following, work = self.consume_tile(
-                        dev, hooks, place, smem, stores, work, slot, slot_q, Int32(0), board, at
+                    slot, slot_q, unread, bad_i, following, work = self.consume_tile(
+                        dev, hooks, place, smem, stores, work, slot, slot_q, unread, False, board, at
                     )
                     board.mark(i, linear, bad_i)
                     linear, bad, i, at = following, bad | bad_i, i + 1, at.next()
@@ -393,49 +348,66 @@ class Forward:
                         again, linear_j = board.marked(j)
                         if again:
                             redo = order.work(linear_j)
-                            slot, slot_q, _, _, _ = self.consume_tile(
-                                dev, hooks, place, smem, stores, redo, slot, slot_q, Int32(1)
+                            slot, slot_q, unread, _, _, _ = self.consume_tile(
+                                dev, hooks, place, smem, stores, redo, slot, slot_q, unread, True
                             )
                     round_barrier(t.num_consumers)
         else:
-            work, exact, again = self.grid_work(order), Int32(0), Int32(1)
-            while again != 0:
-                slot, slot_q, bad, _, _ = self.consume_tile(dev, hooks, place, smem, stores, work, slot, slot_q, exact)
-                again = self.vote(bad, rings.word) & (exact ^ 1)
-                exact = Int32(1)
-        if const_expr(t.output == "own"):
-            # The last store must have read its slab before the block gives its shared memory back.
-            if place.warp == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            work = order.work(cute.arch.block_idx()[0])
+            slot, slot_q, unread, bad, _, _ = self.consume_tile(
+                dev, hooks, place, smem, stores, work, slot, slot_q, unread, False
+            )
+            if any_of(bad, t.num_consumers) != 0:
+                slot, slot_q, unread, _, _, _ = self.consume_tile(
+                    dev, hooks, place, smem, stores, work, slot, slot_q, unread, True
+                )
+        # The last store must have read its slab before the block gives its shared memory back.
+        if place.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, exact, board=None, at=None):
+    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, unread, exact, board=None, at=None):
+        """`unread`: 0, or 1 + the stage of V that holds O of the tile before, which its store may not have read yet."""
         t, band = self.tile, self.band(dev)
         row = work.m_block * t.tile_m + place.wg * SLAB + place.warp * 16 + place.lane // 4
         mask = BandMask(band, t.tile_n, self.seqlens(dev), row, 2 * (place.lane % 4))
         slab = Slot(slot_q.index * t.num_consumers + place.wg, slot_q.phase)
         m_slab = work.m_block * t.num_consumers + place.wg
-        own = self.segments(dev, m_slab, Slabs(SLAB, t.tile_n), exact)
+        own = self.segments(dev, m_slab, Slabs(SLAB, t.tile_n))
         partial = (own.end > own.full_end) | (own.full_begin >= own.end)
-        mask_first = Int32(cutlass.select_(partial, Int32(1), Int32(0)))
-        mine = replace(hooks, mask=mask, mask_first=mask_first, exact=exact, slab=slab)
+        mask_first = Int32(1) if const_expr(exact) else Int32(cutlass.select_(partial, Int32(1), Int32(0)))
+        mine = replace(hooks, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin)
+        if const_expr(t.output == "v"):
+            mine = replace(mine, unread=stores + cutlass.max(unread - 1, 0))
         if const_expr(self.traits.mask == "full"):
-            slot = Walk(band).kv(own, mine, slot)
+            slot = Walk(band, exact).kv(own, replace(mine, pending=unread), slot)
         else:
-            block = self.block_segments(dev, work.m_block, exact)
+            block = self.segments(dev, work.m_block, t)
+            if const_expr(t.output == "v"):
+                # A skipped tile waits for its V, which may wait for that store.
+                if block.end > own.end:
+                    mine.give_back(unread)
+                    unread = Int32(0)
             for _ in cutlass.range(block.end - own.end, unroll=1):
                 slot = mine.skip(slot)
-            slot = Walk(band).kv(own, mine, slot)
+            slot = Walk(band, exact).kv(own, replace(mine, pending=unread), slot)
             for _ in cutlass.range(own.begin - block.begin, unroll=1):
                 slot = mine.skip(slot)
         bad = mine.softmax.overflowed()
-        following, after = board.read(at) if const_expr(board is not None) else (Int32(0), work)
-        self.store(dev, mine, smem, stores, slot, work, row, place)
-        return slot, self.next_q(slot_q), bad, following, after
+        following, after = Int32(0), work
+        if const_expr(board is not None):
+            following, after = board.look(at)
+            board.done(at)
+            after = Work(*after)
+        unread = self.store(dev, mine, smem, slot, work, row, place)
+        return slot, self.next_q(slot_q), unread, bad, following, after
 
     @cute.jit
-    def store(self, dev, hooks, smem, stores, slot, work, row, place):
-        """Epilogue of one warpgroup: O by TMA, lse directly. `slot` is the ring slot after the tile's last one."""
+    def store(self, dev, hooks, smem, slot, work, row, place):
+        """Epilogue of one warpgroup: O by TMA, lse directly. `slot` is the ring slot after the tile's last one.
+
+        Returns 1 + the stage of V from which the store reads, or 0.
+        """
         t = self.tile
         inverse, lse = hooks.softmax.finish(hooks.exact)
         hooks.softmax.rescale(hooks.O, inverse)
@@ -450,7 +422,7 @@ class Forward:
         out = cute.make_rmem_tensor_like(hooks.O, self.dtype)
         to_half(hooks.O, out)
         together = lambda: cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
-        stage = place.wg
+        unread = Int32(0)
         if const_expr(t.output == "own"):
             # The previous store of this slab must have left shared memory before it is overwritten.
             if place.warp == 0:
@@ -467,6 +439,7 @@ class Forward:
             index = cutlass.select_(place.wg == 0, slot.index, last.index)
             phase = cutlass.select_(place.wg == 0, slot.phase ^ 1, last.phase)
             stage = cute.arch.make_warp_uniform(Int32(index))
+            unread = stage + 1
             hooks.ring_v.wait_released(Slot(stage, Int32(phase)))
             sO = cute.make_tensor(smem.V[None, None, stage].iterator, cute.slice_(dev.lay_o, (None, None, 0)).outer)
         write_slab(out, sO, self.headdim_v, place)
@@ -475,12 +448,7 @@ class Forward:
         if place.warp == 0:
             cute.copy(dev.tma_o, slab, target[None, work.m_block * t.num_consumers + place.wg])
             cute.arch.cp_async_bulk_commit_group()
-            if const_expr(t.output != "own"):
+            if const_expr(t.output == "q"):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(t.output != "own"):
-            if place.warp == 0:
-                if const_expr(t.output == "q"):
-                    hooks.ring_q.release(hooks.slab)
-                else:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(stores + stage)
+                hooks.ring_q.release(hooks.slab)
+        return unread

@@ -6,14 +6,16 @@ Both are frozen dataclasses: what is fixed for a kernel is given once, what belo
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common.convert import to_half
 from ..common.mask import BandMask
 from ..common.softmax import Softmax
-from .pipeline import Ring, Slot
+from ..common.work import Place
+from .pipeline import Ring, Slot, arrive_after_stores
 
 
 def gemm(tiled_mma, acc, a, b, zero):
@@ -42,7 +44,6 @@ class Loads:
     copy_v: tuple
     stores: Any  # where O is staged in V's stages: a barrier for each, which its store completes
     slabs: int
-    multicast: Any  # mask of the blocks that K and V go to, None for this one alone
     # for each query tile
     slot_q: Slot
     first_slab: Int32
@@ -52,15 +53,8 @@ class Loads:
         atom, src, dst = what
         cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier)
 
-    def copy_kv(self, what, block, stage, barrier):
-        if self.multicast is None:
-            self.copy(what, block, stage, barrier)
-        else:
-            atom, src, dst = what
-            cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier, mcast_mask=self.multicast)
-
     def begin(self, n, slot):
-        self.copy_kv(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
+        self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
         for w in range(self.slabs):
             slab = Slot(self.slot_q.index * self.slabs + w, self.slot_q.phase)
             self.copy(self.copy_q, self.first_slab + w, slab.index, self.ring_q.acquire(slab))
@@ -69,11 +63,11 @@ class Loads:
     def load_v(self, n, slot):
         if self.stores is not None:
             cute.arch.mbarrier_wait(self.stores + slot.index, self.item ^ 1)
-        self.copy_kv(self.copy_v, n, slot.index, self.ring_v.acquire(slot))
+        self.copy(self.copy_v, n, slot.index, self.ring_v.acquire(slot))
 
     def step(self, n, slot, masked):
         following = slot.next()
-        self.copy_kv(self.copy_k, n, following.index, self.ring_k.acquire(following))
+        self.copy(self.copy_k, n, following.index, self.ring_k.acquire(following))
         self.load_v(n + 1, slot)
         return following
 
@@ -100,11 +94,15 @@ class Overlapped:
     O: cute.Tensor
     shape_s: tuple
     frees_q: bool  # with its last QK; otherwise the epilogue, which stages O there, gives Q's slab back
+    place: Place
     # for each query tile
     mask: BandMask | None = None
     mask_first: Int32 | None = None  # whether the tile that begin takes needs the mask at all
-    exact: Int32 | None = None  # second attempt
+    exact: bool = False  # second attempt
     slab: Slot | None = None  # this warpgroup's 64 rows of Q
+    last: Int32 | None = None  # KV tile that the walk ends with
+    unread: Any = None  # barrier of the stage of V in which the previous tile's O was, until its store has read it
+    pending: Int32 | None = None  # whether there is one
 
     def scores(self, slot):
         S = cute.make_rmem_tensor(self.shape_s, Float32)
@@ -119,8 +117,11 @@ class Overlapped:
         self.ring_q.wait(self.slab)
         self.ring_k.wait(slot)
         S = self.scores(slot)
+        if const_expr(self.unread is not None):
+            self.give_back(self.pending)
         warpgroup.wait_group(0)
         self.ring_k.release(slot)
+        self.free_q(n)
         if self.mask_first != 0:
             self.mask.apply(S, n)
         self.softmax.reset()
@@ -139,6 +140,7 @@ class Overlapped:
         self.turns.pass_on()
         warpgroup.wait_group(1)
         self.ring_k.release(following)
+        self.free_q(n)
         if masked:
             self.mask.apply(S, n)
             alpha = self.softmax.update(S, self.exact)
@@ -152,9 +154,17 @@ class Overlapped:
             self.softmax.rescale(self.O, alpha)
         return following
 
-    def drain(self, n, slot):
+    def free_q(self, n):
+        """After QK of a tile: where it was the last one (or rows see no key), Q is not needed any more."""
         if self.frees_q:
-            self.ring_q.release(self.slab)
+            self.ring_q.release_if(n <= self.last, self.slab)
+
+    def give_back(self, pending):
+        """The stage of V in which the previous tile's O was: now is a time when its store need not be waited for."""
+        mine = cutlass.select_(self.place.warp == 0, pending, Int32(0))
+        arrive_after_stores(self.unread, mine, self.place.lane)
+
+    def drain(self, n, slot):
         self.ring_v.wait(slot)
         self.values(slot)
         warpgroup.wait_group(0)

@@ -46,7 +46,7 @@ class Ring:
     num_bytes: int
 
     def init(self, stages, arrivals):
-        """One thread of the block; `arrivals` consumers of all blocks together release a stage."""
+        """One thread of the block; `arrivals` consumer warps together release a stage."""
         for s in range(stages):
             cute.arch.mbarrier_init(self.full + s, 1)
             cute.arch.mbarrier_init(self.empty + s, arrivals)
@@ -71,15 +71,11 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + slot.index)
 
-
-@dataclass(frozen=True)
-class PairRing(Ring):
-    """A ring whose stages are written by the producers of both blocks of a cluster: both wait for all consumers."""
-
-    def release(self, slot):
+    @cute.jit
+    def release_if(self, condition, slot):
         with cute.arch.elect_one():
-            for rank in range(2):
-                cute.arch.mbarrier_arrive(self.empty + slot.index, rank)
+            if condition:
+                cute.arch.mbarrier_arrive(self.empty + slot.index)
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,23 @@ class PingPong:
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
 
 
+def arrive_after_stores(barrier, warps, lane):
+    """Where `warps` is not 0: wait until the warp's bulk stores have read shared memory, then arrive at `barrier`.
+
+    Why predicates: a branch between matrix instructions can make the compiler wait for each of them.
+    """
+    llvm.inline_asm(
+        None,
+        [Int32(warps).ir_value(), Int32(lane).ir_value(), barrier.toint().ir_value()],
+        "{ .reg .pred p, q; setp.ne.b32 p, $0, 0; setp.eq.and.b32 q, $1, 0, p; "
+        "@p cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; @q mbarrier.arrive.shared::cta.b64 _, [$2]; }",
+        "r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
 def any_of(flag, num_consumers):
     """Consumers and the producer warp agree whether `flag` is set in any of their threads: a barrier that ORs."""
     vote = Int32(
@@ -136,33 +149,3 @@ def round_barrier(num_consumers):
     round while another still reads this one's.
     """
     cute.arch.barrier(barrier_id=VOTE_BARRIER, number_of_threads=num_consumers * WARPGROUP + 32)
-
-
-@cute.jit
-def any_of_cluster(flag, num_consumers, word):
-    """any_of over both blocks of a cluster. `word`: a zero in shared memory of each, for the other one's answer.
-
-    Neither block passes before all consumers of both have released every stage, so a block may exit after it.
-    """
-    vote = any_of(flag, num_consumers)
-    if vote != 0:
-        if cute.arch.thread_idx()[0] == WARPGROUP:
-            store_in_peer(word, Int32(1))
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-    theirs = cute.make_tensor(word, cute.make_layout(1))[0]
-    return vote | cute.arch.make_warp_uniform(theirs)
-
-
-def store_in_peer(word, value):
-    """Write a 32-bit word of the other block of a pair."""
-    peer = cute.arch.block_idx_in_cluster() ^ 1
-    llvm.inline_asm(
-        None,
-        [word.toint().ir_value(), Int32(peer).ir_value(), Int32(value).ir_value()],
-        "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; st.relaxed.cluster.shared::cluster.u32 [a], $2; }",
-        "r,r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )

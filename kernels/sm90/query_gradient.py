@@ -56,8 +56,7 @@ class Device(NamedTuple):
     scale: Float32
     window_left: Any
     window_right: Any
-    lse2: Int64
-    delta: Int64
+    stats: Int64
 
 
 class Shared(NamedTuple):
@@ -176,14 +175,16 @@ class Products:
 
 
 class QueryGradient:
-    def __init__(self, traits, tile_n):
-        self.traits, self.tile_n = traits, tile_n
+    def __init__(self, traits, tile):
+        self.traits = traits
+        # Keys of a tile here, and queries of one in the main kernel, by which lse and delta are laid out.
+        self.tile_n, self.tile_m = tile.query_n, tile.tile_m
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
         self.dtype = ELEMENT[traits.dtype]
         # (producer, consumer): a producer can spill with 24, and products of headdim 256 are serialised with 232.
         self.registers = (24, 240) if self.headdim == 256 else (40, 232)
 
-    def launch(self, q, k, v, do, dq, lse2, delta, scale, window_left, window_right, stream):
+    def launch(self, q, k, v, do, dq, stats, scale, window_left, window_right, stream):
         """From a host function; tensors as (S, D, H, B)."""
         hd, hd_v, n = self.headdim, self.headdim_v, self.tile_n
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -203,7 +204,7 @@ class QueryGradient:
             *atom(load, v, one_stage(lay_v), (n, hd_v)),
             *atom(store, dq, one_stage(lay_q), (SLAB, hd)),
             mma(K, n, S), mma(K, n, S), mma(MN, hd, R), lay_q, lay_do, lay_k, lay_v,
-            scale, window_left, window_right, lse2, delta,
+            scale, window_left, window_right, stats,
         )  # fmt: skip
         tiles = cute.ceil_div(q.shape[0], TILE_M) * q.shape[2] * q.shape[3]
         self.kernel(dev).launch(grid=[tiles, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
@@ -312,9 +313,12 @@ class QueryGradient:
         padded = cute.ceil_div(seqlens.q, PAD) * PAD
         first = (Int64(work.batch) * dev.mQ.shape[2] + work.head) * padded
         for r in cutlass.range_constexpr(2):
-            for values, address in ((lse2, dev.lse2), (delta, dev.delta)):
-                mine = at(Float32, address + (first + row + 8 * r) * 4, 4)
-                values[r] = cute.make_tensor(mine, cute.make_layout(1))[0]
+            mine = row + 8 * r
+            offset = first * 2 + mine // self.tile_m * (2 * self.tile_m) + mine % self.tile_m
+            both = cute.make_tensor(
+                at(Float32, dev.stats + offset * 4, 4), cute.make_layout((2,), stride=(self.tile_m,))
+            )
+            lse2[r], delta[r] = both[0], both[1]
         turns = PingPong(wg, CONSUMERS)
         turns.start()
         hooks = Products(

@@ -39,11 +39,11 @@ FORWARD = KernelSpec(
 # dQ summed in memory costs the fewest products; a kernel of its own repeats bit by bit. Beyond headdim 128 dK and dV of
 # 64 keys fill the registers of two warpgroups, and the sums of dQ would be the bottleneck.
 BACKWARD_TILES = TileTable(
-    Row(64, BwdTile(128), deterministic=(False,)),
-    Row(64, BwdTile(128, query_n=128), deterministic=(True,)),
-    Row(96, BwdTile(64, query_n=96)),
-    Row(128, BwdTile(64), deterministic=(False,)),
-    Row(128, BwdTile(64, query_n=96), deterministic=(True,)),
+    Row(64, BwdTile(128, kv_stages=2), deterministic=(False,)),
+    Row(64, BwdTile(128, query_n=128, kv_stages=2), deterministic=(True,)),
+    Row(96, BwdTile(64, query_n=96, kv_stages=2)),
+    Row(128, BwdTile(64, kv_stages=2), deterministic=(False,)),
+    Row(128, BwdTile(64, query_n=96, kv_stages=2), deterministic=(True,)),
     Row((192, 128), BwdTile(64, 64, query_n=64)),
     Row(192, BwdTile(64, 64, query_n=64)),
     Row(256, BwdTile(64, 64, query_n=64)),

@@ -43,14 +43,14 @@ def stage_bytes(dtype, layout):
     return cute.size_in_bytes(dtype, one_stage(layout))
 
 
-def slices(atom, shared, tensor, tile, head, batch, column=0, rank=0, ctas=1):
+def slices(atom, shared, tensor, tile, head, batch, column=0):
     """(atom, source, destination) of one head's tiles; blocks are the source's last mode, stages the destination's.
 
-    `tile` is (rows, columns), `column` which columns. Of `ctas` blocks that load a tile together this is number `rank`.
+    `tile` is (rows, columns), `column` which columns.
     """
     g = cute.local_tile(tensor[None, None, head, batch], tile, (None, column))
     dst, src = cpasync.tma_partition(
-        atom, rank, cute.make_layout(ctas), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
     )
     return atom, src, dst
 

@@ -98,6 +98,7 @@ def test_candidates_fit_and_include_the_table(dims):
         ("query_n", {"query_n": 0}),
         ("query_n", {"query_n": 24}),
         ("query_n", {"query_n": 272}),
+        ("kv_stages", {"kv_stages": 3}),
     ),
     ids=str,
 )
@@ -106,10 +107,10 @@ def test_a_backward_tile_names_the_field_that_is_wrong(field, arguments):
         BwdTile(**({"tile_m": 64} | arguments))
 
 
-@pytest.mark.parametrize("arguments", ({"tile_m": 64}, {"tile_m": 128, "query_n": 64}), ids=str)
+@pytest.mark.parametrize("arguments", ({}, {"tile_m": 128, "query_n": 64}, {"query_n": 64, "kv_stages": 2}), ids=str)
 def test_keys_that_two_warpgroups_share_need_a_kernel_for_dq(arguments):
-    with pytest.raises(ValueError, match="tile_n=64 needs tile_m=64 and a query_n"):
-        BwdTile(tile_n=64, **arguments)
+    with pytest.raises(ValueError, match="tile_n=64 needs tile_m=64, a query_n, and kv_stages=1"):
+        BwdTile(**({"tile_m": 64, "tile_n": 64} | arguments))
     assert BwdTile(64, 64, query_n=64).tile_n == 64
 
 
@@ -131,14 +132,15 @@ def test_shared_memory_of_the_backward_counts_every_buffer():
     assert summed - BwdTile(128, query_n=128).smem_bytes(traits) == 2 * scores  # dS stays in registers
     shared = BwdTile(64, 64, query_n=64).smem_bytes(traits)  # P and dS of half the keys and queries
     assert shared == keys // 2 + 2 * (queries + stats) // 2 + 2 * 2 * scores // 4 + 1024
+    assert BwdTile(128, kv_stages=2).smem_bytes(traits) - summed == keys
     wider = Traits(BWD, "bf16", 64, 128)
     assert BwdTile(128).smem_bytes(wider) - summed == 2 * 64 * (128 + 2 * 128)
     assert BwdTile(64).smem_bytes(Traits(BWD, "fp16", 64, 64)) == BwdTile(64).smem_bytes(traits)
 
 
-def test_the_workspace_of_a_row():
-    assert BwdTile(64).workspace_floats(128) == 128 + 2  # dQ, lse, delta
-    assert BwdTile(64, query_n=96).workspace_floats(128) == 2
+def test_the_workspace():
+    assert BwdTile(64).workspace_floats(256, 128) == 256 * (128 + 2) + 4  # dQ, lse, delta; a ticket
+    assert BwdTile(64, query_n=96).workspace_floats(256, 128) == 256 * 2 + 4
 
 
 def test_a_backward_tile_that_does_not_fit_says_what_it_needs():
