@@ -11,16 +11,17 @@ from cutlass.cutlass_dsl import T
 
 
 class Section(NamedTuple):
-    """How many heads are worked on at the same time: as many as fit `l2_bytes` with their K and V, but enough of them
-    for `query_tiles`, since a section with few tiles for each multiprocessor ends unevenly."""
+    """How many heads are worked on at the same time: as many as fit `l2_bytes` with their K and V, but at least enough
+    of them for `query_tiles`."""
 
     l2_bytes: int
     query_tiles: int
 
 
-# Measured: docs/kernels/sm90_forward.md. Short sequences are bound by memory and want their K and V well inside L2.
+# Up to SHORT_M_BLOCKS query tiles for each head, and beyond. Measured: docs/kernels/sm90_forward.md.
 SHORT, LONG = Section(8 << 20, 256), Section(32 << 20, 512)
 SHORT_M_BLOCKS = 8
+NARROW = Section(8 << 20, 1)
 
 
 class DeviceArith:
@@ -85,33 +86,44 @@ class InOrder:
 class LongestFirst:
     """For masks that end at the diagonal: the last, longest query tiles of a section of heads first.
 
-    A section is as many heads as keep their K and V in L2; within it the order is m_block major, so that it ends with
-    short tiles. Sections are equally wide: a narrow last one would start long tiles when the others run out of work.
+    Within a section the order is m_block major, so that it ends with short tiles. The first `cut` heads come in
+    sections of `narrow`, which keep K and V well inside L2; the rest is one wide section, so that the launch ends
+    evenly: a narrow last one would start long tiles when the others run out of work.
     """
 
     extent: Extent
-    section: Int32
+    narrow: Int32
+    cut: Int32
 
     @cute.jit
     def work(self, linear):
         e = self.extent
-        s = linear // (self.section * e.m_blocks)
-        inner = linear - s * (self.section * e.m_blocks)
-        width = cutlass.min(self.section, e.heads * e.batch - s * self.section)
+        total, cut_tiles = e.heads * e.batch, self.cut * e.m_blocks
+        first, origin, section, end = Int32(0), Int32(0), self.narrow, self.cut
+        if linear >= cut_tiles:
+            first, origin, section, end = self.cut, cut_tiles, cutlass.max(total - self.cut, 1), total
+        s = (linear - origin) // (section * e.m_blocks)
+        inner = linear - origin - s * (section * e.m_blocks)
+        first = first + s * section
+        width = cutlass.max(cutlass.min(section, end - first), 1)
         m = inner // width
-        head_batch = s * self.section + inner - m * width
+        head_batch = first + inner - m * width
         batch = head_batch // e.heads
         return Work(e.m_blocks - 1 - m, head_batch - batch * e.heads, batch)
 
 
-def longest_first(extent, bytes_per_key):
+def longest_first(extent, bytes_per_key, narrow=True):
+    """`narrow`: all but the last section keep K and V well inside L2. Otherwise all are as wide as the last one:
+    for sums in memory, which get into each other's way where few heads are worked on."""
     per_head = cutlass.max(cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key, 1)
-    m_blocks = cutlass.max(extent.m_blocks, 1)
-    short, long = [cutlass.max(Int32(s.l2_bytes) // per_head, Int32(s.query_tiles) // m_blocks) for s in (SHORT, LONG)]
-    widest = cutlass.max(Int32(cutlass.select_(m_blocks > SHORT_M_BLOCKS, long, short)), 1)
-    total = cutlass.max(extent.heads * extent.batch, 1)
-    sections = (total + widest - 1) // widest
-    return LongestFirst(extent, (total + sections - 1) // sections)
+    m_blocks, total = cutlass.max(extent.m_blocks, 1), cutlass.max(extent.heads * extent.batch, 1)
+    heads = lambda s: cutlass.max(cutlass.max(Int32(s.l2_bytes) // per_head, Int32(s.query_tiles) // m_blocks), 1)
+    wide = cutlass.min(Int32(cutlass.select_(m_blocks > SHORT_M_BLOCKS, heads(LONG), heads(SHORT))), total)
+    if const_expr(narrow):
+        width = heads(NARROW)
+        return LongestFirst(extent, width, ((total - wide) // width) * width)
+    sections = (total + wide - 1) // wide
+    return LongestFirst(extent, (total + sections - 1) // sections, total)
 
 
 @dataclass(frozen=True)

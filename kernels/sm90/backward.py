@@ -484,7 +484,8 @@ class Backward:
         extent = Extent(n_blocks, dev.mK.shape[2], dev.mK.shape[3], dev.mQ.shape[0])
         if const_expr(self.traits.mask == "causal"):
             group = dev.mQ.shape[2] // dev.mK.shape[2]
-            return longest_first(extent, group * (2 * self.headdim + 2 * self.headdim_v + 4 * self.headdim))
+            bytes_per_query = group * (2 * self.headdim + 2 * self.headdim_v + 4 * self.headdim)
+            return longest_first(extent, bytes_per_query, narrow=self.split)
         return InOrder(extent)
 
     def work(self, order, linear):
