@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import torch
@@ -80,6 +81,12 @@ def backward(problem: AttentionProblem, backend: str, dout, dlse, q, k, v, out, 
         return tuple(
             torch.zeros_like(t, memory_format=torch.contiguous_format) if n else None for t, n in zip((q, k, v), needs)
         )
+    wanted = "all" if needs[0] and (needs[1] or needs[2]) else "dq" if needs[0] else "dkdv"
+    if wanted != "all":
+        # Tiles of the deterministic order have a kernel for dQ alone, so what nobody wants is left out.
+        alone = replace(problem.traits, deterministic=True)
+        chosen = planner.plan(alone, capability, chosen.spec.backend, problem.shape)
+        chosen = chosen._replace(tile=replace(chosen.tile, wanted=wanted))
     fn = jit.compiled(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)
     grads = launch_backward(fn, chosen, problem, dout, dlse, q, k, v, out, lse)
     return tuple(grad if need else None for grad, need in zip(grads, needs))
@@ -137,7 +144,8 @@ def _empty(shape, dtype, device):
 
 
 def launch_backward(fn, chosen: planner.Plan, problem: AttentionProblem, dout, dlse, q, k, v, out, lse):
-    """dq, dk, dv, contiguous, from a compiled backward that takes one tuple in the order of BwdOperands.
+    """dq, dk, dv, contiguous, from a compiled backward that takes one tuple in the order of BwdOperands; None is what
+    `chosen.tile` leaves out.
 
     A dout that a kernel cannot read in place is copied, as q, k and v are; `out` and `lse` are as the forward left
     them, and copied where they are not.
@@ -151,7 +159,8 @@ def launch_backward(fn, chosen: planner.Plan, problem: AttentionProblem, dout, d
     q, k, v, dout = (_aligned(_laid_out(t, _layout(t))) for t in (q, k, v, dout))
     out, lse = _aligned(out.contiguous()), lse.contiguous()
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
-    grads = [_empty(t.shape, t.dtype, t.device) for t in (q, k, v)]
+    kept = {"dq": (True, False, False), "dkdv": (False, True, True)}.get(chosen.tile.wanted, (True, True, True))
+    grads = [_empty(t.shape, t.dtype, t.device) if keep else None for t, keep in zip((q, k, v), kept)]
     rows = shape.batch * shape.num_heads_q * -(-shape.seqlen_q // ROW_PAD) * ROW_PAD
     workspace = _empty((chosen.tile.workspace_floats(rows, chosen.traits.headdim),), torch.float32, q.device)
     addresses = [0 if t is None else t.data_ptr() for t in (out, lse, dlse, *grads, workspace)]

@@ -563,6 +563,20 @@ def test_c37_opcheck_of_the_backward():
             )
 
 
+@each_mask
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_gradients_of_some_operands(dims, wanted, mask):
+    """Of frozen operands none is computed; the others are those that all together get in the deterministic order."""
+    q, k, v, dout, dlse = inputs(dims=dims)
+    expected = gradients(q, k, v, dout, dlse, deterministic=True, **mask)
+    operands = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+    out, lse = attend(*operands, deterministic=True, **mask)
+    found = grads_of([operands[i] for i in wanted], out, lse, dout, dlse)
+    for i, grad in zip(wanted, found):
+        assert torch.equal(grad, expected[i]), f"gradient {i} differs"
+
+
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "attention kept"])
 def test_checkpoint(how):
     q, k, v, *_ = inputs(2, (300, 300), (8, 4), (128, 128))

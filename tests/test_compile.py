@@ -1,6 +1,7 @@
 """Every variant of the catalog compiles without a GPU, and its machine code has what a fast kernel must have."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,9 +86,21 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
         assert not any(map(used.count, ("HGMMA", "UTMALDG", "RED", "REDG")))
         assert used.threads == 256 and used.registers <= 64  # a thousand threads of a multiprocessor
         assert used.count("LDG") and used.count("STG")
-    assert not any(used.count(word) for used in kernels.values() for word in ("ATOM", "ATOMG"))
+    # The only atomic with an answer is the ticket that resident blocks draw.
+    drawn = sum(used.count(word) for used in kernels.values() for word in ("ATOM", "ATOMG"))
+    assert drawn == main.count("ATOMG") == (1 if tile.kv_stages == 2 else 0)
     assert len(shared) == (1 if summed else 2)
     assert shared[0] <= tile.smem_bytes(traits) <= arch.smem_bytes and max(shared) <= arch.smem_bytes
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("wanted, kernels", [("dq", {"prepare", "kernel"}), ("dkdv", {"prepare", "main"})])
+@pytest.mark.parametrize("headdim", [128, 256])
+def test_gradients_that_nobody_wants_have_no_kernel(headdim, wanted, kernels):
+    spec = sm90.BACKWARD
+    traits = spec.compiled(Traits(BWD, "bf16", headdim, headdim, "causal", deterministic=True))
+    tile = replace(spec.tiles.find(traits, 1), wanted=wanted)
+    assert inspect_all(jit.compile_cubin(spec, traits, tile, spec.arch)).keys() == kernels
 
 
 def test_instructions_are_counted_for_each_kernel():

@@ -594,15 +594,31 @@ def hopper_backward(hopper, monkeypatch):
     return fn, asked
 
 
-@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (True, False, True)], ids=str)
-def test_only_wanted_gradients_come_back(hopper_backward, needs):
+@pytest.mark.parametrize(
+    "needs, wanted",
+    [
+        ((True, True, True), "all"),
+        ((True, False, True), "all"),
+        ((False, True, False), "dkdv"),
+        ((False, True, True), "dkdv"),
+        ((True, False, False), "dq"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("headdim", [72, 128, 256])
+def test_only_wanted_gradients_are_computed(hopper_backward, headdim, needs, wanted):
     fn, asked = hopper_backward
-    q, k, v = qkv(headdim=72, headdim_v=72)
+    q, k, v = qkv(headdim=headdim, headdim_v=headdim)
     out, lse = forward_results(q, v)
     grads = runner.backward(problem(q, k, v), "sm90", torch.ones_like(out), None, q, k, v, out, lse, needs)
-    chosen = planner.plan(problem(q, k, v).for_phase(BWD).traits, (9, 0), "sm90", problem(q, k, v).shape)
-    assert chosen.traits == sm90.BACKWARD.compiled(problem(q, k, v).for_phase(BWD).traits) and chosen.tile
-    assert asked == [(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)] and len(fn.calls) == 1
+    traits = problem(q, k, v).for_phase(BWD).traits
+    # Where one side is left out, dQ must have a kernel of its own.
+    traits = replace(traits, deterministic=wanted != "all")
+    chosen = planner.plan(traits, (9, 0), "sm90", problem(q, k, v).shape)
+    tile = replace(chosen.tile, wanted=wanted)
+    assert asked == [(chosen.spec, sm90.BACKWARD.compiled(traits), tile, chosen.spec.arch)] and len(fn.calls) == 1
+    sent = fn.last
+    assert (sent.dq != 0, sent.dk != 0, sent.dv != 0) == (wanted != "dkdv", wanted != "dq", wanted != "dq")
     assert [g is not None for g in grads] == list(needs)
     assert all(g.shape == x.shape for g, x in zip(grads, (q, k, v)) if g is not None)
 

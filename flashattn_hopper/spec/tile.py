@@ -112,12 +112,14 @@ class BwdTile:
     keys, which costs two more products, needs no sums in memory, and repeats bit by bit.
     `kv_stages`: 1 is one thread block per key tile; with 2, resident blocks draw tickets, and K and V of the next key
     tile are loaded, and dK and dV of the last one stored, under this one.
+    `wanted`: "all" gradients, or "dq" or "dkdv" alone, for which the other launch is left out (only with a query_n).
     """
 
     tile_m: int
     tile_n: int = 128
     query_n: int | None = None
     kv_stages: int = 1
+    wanted: str = "all"
 
     def __post_init__(self):
         if self.tile_m not in (64, 128):
@@ -126,6 +128,8 @@ class BwdTile:
             raise ValueError(f"BwdTile: tile_n={self.tile_n!r}; allowed: 64 or 128")
         if self.tile_n == 64 and (self.query_n is None or self.tile_m != 64 or self.kv_stages != 1):
             raise ValueError(f"{self}: tile_n=64 needs tile_m=64, a query_n, and kv_stages=1")
+        if self.wanted not in ("all", "dq", "dkdv") or (self.wanted != "all" and self.query_n is None):
+            raise ValueError(f"BwdTile: wanted={self.wanted!r}; allowed: 'all', and with a query_n 'dq' or 'dkdv'")
         if self.kv_stages not in (1, 2):
             raise ValueError(f"BwdTile: kv_stages={self.kv_stages!r}; allowed: 1 or 2")
         if self.query_n is not None and (self.query_n % 16 or not 16 <= self.query_n <= 256):
@@ -151,6 +155,14 @@ class BwdTile:
         scores = 2 if self.tile_n == 64 else int(self.query_n is None)  # P and dS, dS, or neither in shared memory
         stage = self.tile_m * (widths + scores * self.tile_n * size + 8)
         return self.kv_stages * self.tile_n * widths + 2 * stage + 1024
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Where dQ is summed in memory a warpgroup computes half of its rows, or, of 64 rows, half of its columns."""
+        return self.tile_m == 128
+
+    def dq_columns(self, headdim: int) -> int:
+        return headdim if self.dq_by_rows else headdim // self.num_consumers
 
     def workspace_floats(self, rows: int, headdim: int) -> int:
         """For each of `rows` padded query rows: lse and delta, and dQ where it is summed in memory; then a ticket."""

@@ -12,7 +12,9 @@ from cutlass.cutlass_dsl import T
 from flashattn_hopper.spec.tile import WARPGROUP
 
 # Named barriers: 0 belongs to the whole block, 1 to 3 to the warpgroups' epilogues, 4 to 6 to their turns, 7 to votes.
+# Where warpgroups meet in place of taking turns: 4 and 5.
 EPILOGUE_BARRIER, TURN_BARRIER, VOTE_BARRIER = 1, 4, 7
+MEET_BARRIER = 4
 
 
 class Slot(NamedTuple):

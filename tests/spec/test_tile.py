@@ -99,6 +99,8 @@ def test_candidates_fit_and_include_the_table(dims):
         ("query_n", {"query_n": 24}),
         ("query_n", {"query_n": 272}),
         ("kv_stages", {"kv_stages": 3}),
+        ("wanted", {"query_n": 64, "wanted": "dk"}),
+        ("wanted", {"wanted": "dq"}),
     ),
     ids=str,
 )

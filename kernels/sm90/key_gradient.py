@@ -1,0 +1,416 @@
+"""dK, dV and the sums of dQ: keys stay, queries stream by.
+
+Keys are rows, so that P and dS leave the accumulators as the register operand of the next product:
+
+    S^T = K Q^T | P^T = exp2(S^T c - lse) | dV += P^T dO | dP^T = V dO^T | dS^T = P^T (dP^T - delta) | dK += dS^T Q
+    dS -> shared memory, all consumers meet | dQ += dS K, added to global memory by vector reductions
+
+A tile of keys of one kv head takes the queries of all its query heads. Every consumer warpgroup owns 64 keys and their
+dK and dV; only dQ sums over keys of other warpgroups and blocks. Its part is left out where it has a kernel of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flashattn_hopper.spec.mask import Seqlens
+from flashattn_hopper.spec.tile import ROW_PAD as PAD
+from flashattn_hopper.spec.tile import WARPGROUP
+
+from ..common.convert import ELEMENT, to_half
+from ..common.mask import ColumnMask
+from ..common.schedule import Board
+from ..common.softmax import LOG2_E
+from ..common.work import DeviceArith, Extent, InOrder, Place, longest_first, thread_again
+from .key_products import Products
+from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
+from .tensors import SLAB, at, band_of, one_stage, slices, stage_bytes, staged, write_slab
+
+
+class Work(NamedTuple):
+    n_block: Int32
+    head: Int32  # of K and V
+    batch: Int32
+
+
+class Device(NamedTuple):
+    tma_q: cute.CopyAtom
+    mQ: cute.Tensor
+    tma_do: cute.CopyAtom
+    mdO: cute.Tensor
+    tma_k: cute.CopyAtom
+    mK: cute.Tensor
+    tma_v: cute.CopyAtom
+    mV: cute.Tensor
+    tma_dk: cute.CopyAtom
+    mdK: cute.Tensor
+    tma_dv: cute.CopyAtom
+    mdV: cute.Tensor
+    mma_s: cute.TiledMma
+    mma_dp: cute.TiledMma
+    mma_dv: cute.TiledMma
+    mma_dk: cute.TiledMma
+    mma_dq: cute.TiledMma
+    lay_q: cute.ComposedLayout
+    lay_do: cute.ComposedLayout
+    lay_k: cute.ComposedLayout
+    lay_v: cute.ComposedLayout
+    lay_ds: cute.ComposedLayout
+    scale: Float32
+    scale_log2: Float32
+    window_left: Any
+    window_right: Any
+    stats: Int64
+    dq_sum: Int64
+    ticket: Int64
+
+
+class Rings(NamedTuple):
+    kv: Ring  # a stage is free once each warpgroup's dK and dV, which take its place, have been stored
+    q: Ring
+    do: Ring
+
+
+class Shared(NamedTuple):
+    Q: cute.Tensor
+    dO: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    P: Any  # (keys, queries, stages): only where two warpgroups share keys
+    dS: Any  # the same: not where it stays in registers
+    stats: cute.Tensor  # (tile_m, lse or delta, stages)
+
+
+def consumer(thread):
+    """Place of a thread among the consumers, which follow the producer's warpgroup."""
+    uniform = cute.arch.make_warp_uniform
+    return Place(uniform(thread // WARPGROUP) - 1, uniform(thread % WARPGROUP // 32), thread % 32)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """lse and delta of a query tile, which lie side by side, ride on the barrier of Q."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor  # (2 * rows of one head)
+    staged: cute.Tensor
+
+    @cute.jit
+    def load(self, m_block, stage, barrier):
+        dst = cute.group_modes(self.staged[None, None, stage], 0, 2)
+        src = cute.local_tile(self.source, (cute.size(dst),), (m_block,))
+        with cute.arch.elect_one():
+            cute.copy(self.atom, src, dst, mbar_ptr=barrier)
+
+
+class KeyGradient:
+    wide = False  # two warpgroups share 64 keys, each has half of the columns
+
+    def __init__(self, traits, tile):
+        self.traits, self.tile = traits, tile
+        self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
+        self.dtype = ELEMENT[traits.dtype]
+        self.num_consumers = tile.num_consumers
+        self.split = tile.query_n is not None
+        self.dynamic = tile.kv_stages == 2
+        self.key_width, self.value_width = [w // 2 if self.wide else w for w in (self.headdim, self.headdim_v)]
+
+    def launch(self, q, k, v, do, dk, dv, addresses, scalars, num_ctas, stream):
+        """From a host function; tensors as (S, D, H, B). `addresses`: of stats, the sums of dQ and the ticket."""
+        t, hd, hd_v = self.tile, self.headdim, self.headdim_v
+        K, MN = OperandMajorMode.K, OperandMajorMode.MN
+        S, R = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        mma = lambda a_major, b_major, n, source: hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, a_major, b_major, Float32, (1, 1, 1), (SLAB, n), source
+        )
+        half, half_v = self.key_width, self.value_width
+        lay_q, lay_do = staged(self.dtype, t.tile_m, hd, 2, half), staged(self.dtype, t.tile_m, hd_v, 2, half_v)
+        lay_k, lay_v = [
+            staged(self.dtype, t.tile_n, width, t.kv_stages, unit) for width, unit in ((hd, half), (hd_v, half_v))
+        ]
+        lay_ds = staged(self.dtype, t.tile_n, t.tile_m, 2, t.tile_m)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        atom = cpasync.make_tiled_tma_atom
+        scale, window_left, window_right = scalars
+        dev = Device(
+            *atom(load, q, one_stage(lay_q), (t.tile_m, hd)),
+            *atom(load, do, one_stage(lay_do), (t.tile_m, hd_v)),
+            *atom(load, k, one_stage(lay_k), (t.tile_n, hd)),
+            *atom(load, v, one_stage(lay_v), (t.tile_n, hd_v)),
+            *atom(store, dk, one_stage(staged(self.dtype, SLAB, half, 1, half)), (SLAB, half)),
+            *atom(store, dv, one_stage(staged(self.dtype, SLAB, half_v, 1, half_v)), (SLAB, half_v)),
+            mma(K, K, t.tile_m, S),
+            mma(K, K, t.tile_m, S),
+            mma(K, MN, half_v, S if const_expr(self.wide) else R),
+            mma(K, MN, half, S if const_expr(self.wide) else R),
+            None if const_expr(self.split) else mma(MN, MN, t.dq_columns(hd), S),
+            lay_q, lay_do, lay_k, lay_v, lay_ds,
+            scale, scale * LOG2_E, window_left, window_right, *addresses,
+        )  # fmt: skip
+        tiles = cute.ceil_div(k.shape[0], t.tile_n) * k.shape[2] * k.shape[3]
+        grid = cutlass.min(tiles, num_ctas) if const_expr(self.dynamic) else tiles
+        self.main(dev).launch(grid=[grid, 1, 1], block=[t.num_threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    def band(self, dev):
+        return band_of(self.traits.mask, dev.window_left, dev.window_right)
+
+    def seqlens(self, dev):
+        return Seqlens(dev.mQ.shape[0], dev.mK.shape[0])
+
+    def segments(self, dev, work):
+        return self.band(dev).q_tiles(work.n_block, self.tile, self.seqlens(dev), DeviceArith)
+
+    def order(self, dev):
+        n_blocks = cute.ceil_div(dev.mK.shape[0], self.tile.tile_n)
+        extent = Extent(n_blocks, dev.mK.shape[2], dev.mK.shape[3], dev.mQ.shape[0])
+        if const_expr(self.traits.mask == "causal"):
+            group = dev.mQ.shape[2] // dev.mK.shape[2]
+            bytes_per_query = group * (2 * self.headdim + 2 * self.headdim_v + 4 * self.headdim)
+            return longest_first(extent, bytes_per_query, narrow=self.split)
+        return InOrder(extent)
+
+    def work(self, order, linear):
+        """The key tile with a number; under causal the first ones have the most queries."""
+        n, head, batch = order.work(linear)
+        if const_expr(self.traits.mask == "causal"):
+            n = order.extent.m_blocks - 1 - n
+        return Work(n, head, batch)
+
+    @cute.kernel
+    def main(self, dev: Device):
+        t = self.tile
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for tma in (dev.tma_q, dev.tma_do, dev.tma_k, dev.tma_v, dev.tma_dk, dev.tma_dv):
+                cpasync.prefetch_descriptor(tma)
+        buffer = lambda layout, used=True: cute.struct.Align[
+            cute.struct.MemRange[self.dtype, cute.cosize(layout) if used else 0], 1024
+        ]
+
+        @cute.struct
+        class Smem:
+            bar_kv: cute.struct.MemRange[Int64, 2 * t.kv_stages]
+            bar_t: cute.struct.MemRange[Int64, 4]
+            next: cute.struct.MemRange[Int32, 8]
+            bar_q: cute.struct.MemRange[Int64, 4]
+            bar_do: cute.struct.MemRange[Int64, 4]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, 4 * t.tile_m], 128]
+            sQ: buffer(dev.lay_q)
+            sdO: buffer(dev.lay_do)
+            sK: buffer(dev.lay_k)
+            sV: buffer(dev.lay_v)
+            sP: buffer(dev.lay_ds, self.wide)
+            sdS: buffer(dev.lay_ds, self.wide or not self.split)
+
+        assert Smem.size_in_bytes() <= SmemAllocator.capacity_in_bytes("sm_90"), Smem.size_in_bytes()
+        st = SmemAllocator().allocate(Smem)
+        tensor = lambda m, layout: m.get_tensor(layout.outer, swizzle=layout.inner)
+        smem = Shared(
+            tensor(st.sQ, dev.lay_q), tensor(st.sdO, dev.lay_do), tensor(st.sK, dev.lay_k), tensor(st.sV, dev.lay_v),
+            tensor(st.sP, dev.lay_ds) if const_expr(self.wide) else None,
+            tensor(st.sdS, dev.lay_ds) if const_expr(self.wide or not self.split) else None,
+            st.stats.get_tensor(cute.make_layout((t.tile_m, 2, 2))),
+        )  # fmt: skip
+        num_bytes = lambda layout: stage_bytes(self.dtype, layout)
+        ring = lambda m, stages, size: Ring(m.data_ptr(), m.data_ptr() + stages, size)
+        rings = Rings(
+            ring(st.bar_kv, t.kv_stages, num_bytes(dev.lay_k) + num_bytes(dev.lay_v)),
+            ring(st.bar_q, 2, num_bytes(dev.lay_q) + 8 * t.tile_m),
+            ring(st.bar_do, 2, num_bytes(dev.lay_do)),
+        )
+        board = None
+        if const_expr(self.dynamic):
+            board = Board(
+                ring(st.bar_t, 2, 0),
+                cute.make_tensor(st.next.data_ptr(), cute.make_layout((2, 4))),
+                cute.make_tensor(at(Int32, dev.ticket, 4), cute.make_layout(1)),
+            )
+        if warp == 0:
+            with cute.arch.elect_one():
+                warps = 4 * self.num_consumers
+                rings.kv.init(t.kv_stages, self.num_consumers)
+                rings.q.init(2, warps)
+                rings.do.init(2, warps)
+                if const_expr(self.dynamic):
+                    board.ring.init(2, warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(t.registers[0])
+            if warp == 0:
+                self.load(dev, rings, smem, board)
+        else:
+            cute.arch.setmaxregister_increase(t.registers[1])
+            self.consume(dev, rings, smem, board)
+
+    # ---- role: producer
+    @cute.jit
+    def load(self, dev, rings, smem, board):
+        """Producer warp: K and V, then Q with lse and delta, and dO, tile after tile, head after head."""
+        slot, kv, linear = first_slot(), first_slot(), cute.arch.block_idx()[0]
+        order = self.order(dev)
+        work = self.work(order, linear)
+        if const_expr(self.dynamic):
+            board.post(kv, linear, work)
+            while linear < order.extent.tiles():
+                ticket = board.draw()
+                slot = self.load_tile(dev, rings, smem, work, slot, kv)
+                linear = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
+                work = self.work(order, linear)
+                kv = kv.next()
+                board.post(kv, linear, work)
+        else:
+            self.load_tile(dev, rings, smem, work, slot, kv)
+
+    @cute.jit
+    def load_tile(self, dev, rings, smem, work, slot, kv):
+        t = self.tile
+        seqlen_q, _, heads, _ = dev.mQ.shape
+        group = heads // dev.mK.shape[2]
+        padded = cute.ceil_div(seqlen_q, PAD) * PAD
+        seg = self.segments(dev, work)
+        ready = rings.kv.acquire(kv)
+        for tma, shared, tensor, width in (
+            (dev.tma_k, smem.K, dev.mK, self.headdim),
+            (dev.tma_v, smem.V, dev.mV, self.headdim_v),
+        ):
+            _, src, dst = slices(tma, shared, tensor, (t.tile_n, width), work.head, work.batch)
+            cute.copy(tma, src[None, work.n_block], dst[None, kv.index], tma_bar_ptr=ready)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=64 * t.tile_m)
+        for g in cutlass.range(group, unroll=1):
+            head = work.head * group + g
+            _, q_src, q_dst = slices(dev.tma_q, smem.Q, dev.mQ, (t.tile_m, self.headdim), head, work.batch)
+            _, do_src, do_dst = slices(dev.tma_do, smem.dO, dev.mdO, (t.tile_m, self.headdim_v), head, work.batch)
+            first = dev.stats + (Int64(work.batch) * heads + head) * padded * 8
+            line = cute.make_tensor(at(Float32, first, 16), cute.make_layout(2 * padded))
+            stats = Stats(bulk, line, smem.stats)
+            for m in cutlass.range(seg.begin, seg.end, unroll=1):
+                bar = rings.q.acquire(slot)
+                cute.copy(dev.tma_q, q_src[None, m], q_dst[None, slot.index], tma_bar_ptr=bar)
+                stats.load(m, slot.index, bar)
+                bar = rings.do.acquire(slot)
+                cute.copy(dev.tma_do, do_src[None, m], do_dst[None, slot.index], tma_bar_ptr=bar)
+                slot = slot.next()
+        return slot
+
+    # ---- role: consumers
+    @cute.jit
+    def consume(self, dev, rings, smem, board):
+        """Consumer warpgroups: 64 keys each."""
+        t, dq_n = self.tile, self.tile.dq_columns(self.headdim)
+        place = consumer(cute.arch.thread_idx()[0])
+        wg = place.wg
+        flip = lambda s: cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
+        a = lambda m, s: m.make_fragment_A(m.get_slice(0).partition_A(s))
+        b = lambda m, s: m.make_fragment_B(m.get_slice(0).partition_B(s))
+        part = lambda s, shape, at: cute.local_tile(s, shape, at)
+        fragment = lambda m, n: cute.make_rmem_tensor(m.get_slice(0).partition_shape_C((SLAB, n)), Float32)
+        operand = lambda m: m.make_fragment_A(m.get_slice(0).partition_shape_A((SLAB, t.tile_m)))
+        rdS = rKt = put = None
+        if const_expr(not self.split):
+            m_half, n_half = (wg, 0) if const_expr(t.dq_by_rows) else (0, wg)
+            rdS = a(dev.mma_dq, part(flip(smem.dS), (SLAB, t.tile_n, 2), (m_half, 0, 0)))
+            rKt = b(dev.mma_dq, part(flip(smem.K), (dq_n, t.tile_n, t.kv_stages), (n_half, 0, 0)))
+            store = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+            thr = cute.make_tiled_copy_C(store, dev.mma_s).get_slice(place.warp * 32 + place.lane)
+            put = store, thr, part(smem.dS, (SLAB, t.tile_m, 2), (wg, 0, 0))
+        hooks = Products(
+            dev.mma_s, dev.mma_dp, dev.mma_dv, dev.mma_dk, dev.mma_dq, rings,
+            a(dev.mma_s, part(smem.K, (SLAB, self.headdim, t.kv_stages), (wg, 0, 0))),
+            a(dev.mma_dp, part(smem.V, (SLAB, self.headdim_v, t.kv_stages), (wg, 0, 0))),
+            b(dev.mma_s, smem.Q), b(dev.mma_dp, smem.dO), b(dev.mma_dk, flip(smem.Q)), b(dev.mma_dv, flip(smem.dO)),
+            rdS, rKt, put,
+            fragment(dev.mma_s, t.tile_m), operand(dev.mma_dv), operand(dev.mma_dk),
+            fragment(dev.mma_dk, self.headdim), fragment(dev.mma_dv, self.headdim_v),
+            smem.stats, dev.scale_log2, 2 * (place.lane % 4), not t.dq_by_rows, dq_n, self.num_consumers,
+        )  # fmt: skip
+        slot, kv, order = first_slot(), first_slot(), self.order(dev)
+        if const_expr(self.dynamic):
+            linear, work = board.look(kv)
+            while linear < order.extent.tiles():
+                slot = self.consume_tile(dev, hooks, place, Work(*work), slot, kv)
+                # Looked up again, so as not to occupy registers through the main loop.
+                linear, work = board.look(kv)
+                # Tickets begin at the number of blocks: this one has done a tile before.
+                before = (place.warp == 0) & (linear >= cute.arch.grid_dim()[0])
+                arrive_after_stores(rings.kv.empty + (kv.index ^ 1), before, place.lane)
+                self.store(dev, smem, Work(*work), hooks.dK, hooks.dV, kv.index)
+                board.done(kv)
+                kv = kv.next()
+                linear, work = board.look(kv)
+        else:
+            work = self.work(order, cute.arch.block_idx()[0])
+            self.consume_tile(dev, hooks, place, work, slot, kv)
+            self.store(dev, smem, work, hooks.dK, hooks.dV, kv.index)
+        # The last stores must have read shared memory before the block gives it back.
+        if place.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def mask(self, dev, n_block, place):
+        row = n_block * self.tile.tile_n + place.warp * 16 + place.lane // 4
+        if const_expr(not self.wide):
+            row = row + place.wg * SLAB
+        return ColumnMask(self.band(dev), self.tile.tile_m, self.seqlens(dev), row, 2 * (place.lane % 4))
+
+    @cute.jit
+    def consume_tile(self, dev, hooks, place, work, slot, kv):
+        """dK and dV of one key tile."""
+        t = self.tile
+        seqlen_q, _, heads, _ = dev.mQ.shape
+        group = heads // dev.mK.shape[2]
+        padded = cute.ceil_div(seqlen_q, PAD) * PAD
+        seg = self.segments(dev, work)
+        hooks.dK.fill(0.0)
+        hooks.dV.fill(0.0)
+        # Where this thread's sums of dQ go, for the first query tile of a head.
+        mine = (place.wg * (SLAB * t.dq_columns(self.headdim) // 4) + place.warp * 32 + place.lane) * 16
+        dq_head = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
+        hooks.rings.kv.wait(kv)
+        for _ in cutlass.range(group, unroll=1):
+            for m in cutlass.range(seg.begin, seg.end, unroll=1):
+                hooks.rings.q.wait(slot)
+                hooks.scores(slot, kv)
+                dP = hooks.score_gradients(slot, kv)
+                hooks.exponents(slot)
+                if (m < seg.full_begin) | (m >= seg.full_end):
+                    # Its place is worked out anew, so as not to occupy registers elsewhere.
+                    self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
+                hooks.gradients(dP, slot)
+                hooks.products(slot, kv, dq_head + Int64(m) * (t.tile_m * self.headdim * 4))
+                slot = slot.next()
+            dq_head = dq_head + padded * (4 * self.headdim)
+        return slot
+
+    def meet(self, barrier):
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP * self.num_consumers)
+
+    @cute.jit
+    def store(self, dev, smem, work, dK, dV, stage):
+        """Epilogue: dV takes the place of V, whose rows only this warpgroup read, dK that of K, which all have read."""
+        place = consumer(thread_again())
+        for i in range(cute.size(dK)):
+            dK[i] = dK[i] * dev.scale
+        self.meet(MEET_BARRIER)
+        # Its share of the tile: 64 of the keys, or half of the columns.
+        row, column = (0, place.wg) if const_expr(self.wide) else (place.wg, 0)
+        block = work.n_block if const_expr(self.wide) else work.n_block * self.num_consumers + place.wg
+        for acc, shared, tma, tensor, width in (
+            (dV, smem.V, dev.tma_dv, dev.mdV, self.value_width),
+            (dK, smem.K, dev.tma_dk, dev.mdK, self.key_width),
+        ):
+            out = cute.make_rmem_tensor_like(acc, self.dtype)
+            to_half(acc, out)
+            slab = cute.local_tile(shared[None, None, stage], (SLAB, width), (row, column))
+            write_slab(out, slab, width, place)
+            cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
+            _, target, source = slices(tma, slab, tensor, (SLAB, width), work.head, work.batch, column)
+            if place.warp == 0:
+                cute.copy(tma, source, target[None, block])
+                cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,123 @@
+"""The matrix products of a consumer that owns 64 keys: S, dP, dV, dK, and its half of dQ."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+
+from flashattn_hopper.spec.tile import WARPGROUP
+
+from ..common.convert import to_half
+from ..common.softmax import probability
+from .mainloop import gemm
+from .pipeline import MEET_BARRIER
+from .tensors import SLAB
+
+
+def reduce4(address, values):
+    """Add four neighbouring floats to global memory in one instruction, without waiting for it."""
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(), *[Float32(v).ir_value() for v in values]],
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dataclass(frozen=True)
+class Products:
+    """A consumer of 64 keys. S of a query tile is issued before dQ and dK of the one before it are."""
+
+    mma_s: cute.TiledMma
+    mma_dp: cute.TiledMma
+    mma_dv: cute.TiledMma
+    mma_dk: cute.TiledMma
+    mma_dq: Any  # None where dQ has a kernel of its own; so are rdS, rKt and put
+    rings: Any  # of K and V, Q, dO
+    rK: cute.Tensor
+    rV: cute.Tensor
+    rQ: cute.Tensor
+    rdO: cute.Tensor
+    rQt: cute.Tensor
+    rdOt: cute.Tensor
+    rdS: Any
+    rKt: Any
+    put: Any  # (copy atom, this thread's part of the copy, this warpgroup's rows of dS in shared memory)
+    S: cute.Tensor
+    P: cute.Tensor
+    dS: cute.Tensor
+    dK: cute.Tensor
+    dV: cute.Tensor
+    stats: cute.Tensor
+    scale_log2: Float32
+    col: Int32  # this thread's first query in a tile
+    early: bool  # dV is issued before dP is waited for: P in 16 bits beside P and dP in 32 must fit
+    dq_n: int
+    num_consumers: int
+
+    def query(self, which, i, slot):
+        """lse (0) or delta (1) of the query that element i of a score fragment belongs to."""
+        return self.stats[self.col + (i // 4) * 8 + i % 2, which, slot.index]
+
+    def scores(self, slot, kv):
+        """Issue S."""
+        gemm(self.mma_s, self.S, self.rK[None, None, None, kv.index], self.rQ[None, None, None, slot.index], True)
+
+    def score_gradients(self, slot, kv):
+        """Issue dP; S and everything before it is done afterwards."""
+        self.rings.do.wait(slot)
+        dP = cute.make_rmem_tensor_like(self.S)
+        gemm(self.mma_dp, dP, self.rV[None, None, None, kv.index], self.rdO[None, None, None, slot.index], True)
+        warpgroup.wait_group(1)
+        return dP
+
+    def exponents(self, slot):
+        for i in range(cute.size(self.S)):
+            self.S[i] = self.S[i] * self.scale_log2 - self.query(0, i, slot)
+
+    def values(self, slot):
+        """Issue dV."""
+        to_half(self.S, self.P)
+        gemm(self.mma_dv, self.dV, self.P, self.rdOt[None, None, None, slot.index], False)
+
+    def gradients(self, dP, slot):
+        """P and dS, this one also to shared memory; dV is on its way afterwards."""
+        for i in range(cute.size(self.S)):
+            self.S[i] = probability(self.S[i])
+        if self.early:
+            self.values(slot)
+        warpgroup.wait_group(1 if self.early else 0)
+        for i in range(cute.size(dP)):
+            dP[i] = self.S[i] * (dP[i] - self.query(1, i, slot))
+        to_half(dP, self.dS)
+        if not self.early:
+            self.values(slot)
+        if self.put is not None:
+            store, thr, slab = self.put
+            packed = cute.make_tensor(self.dS.iterator, dP.layout)
+            cute.copy(store, thr.retile(packed), thr.partition_D(slab[None, None, slot.index]))
+            cute.arch.fence_proxy("async.shared", space="cta")
+
+    def products(self, slot, kv, target):
+        """dQ, added to memory from `target` on, and dK, which is still on its way afterwards. dO is given back."""
+        if self.put is not None:
+            cute.arch.barrier(barrier_id=MEET_BARRIER, number_of_threads=WARPGROUP * self.num_consumers)
+            if not self.early:
+                warpgroup.wait_group(1)  # dV: its P would be in the way of dQ
+            dQ = cute.make_rmem_tensor(self.mma_dq.get_slice(0).partition_shape_C((SLAB, self.dq_n)), Float32)
+            gemm(self.mma_dq, dQ, self.rdS[None, None, None, slot.index], self.rKt[None, None, None, kv.index], True)
+        gemm(self.mma_dk, self.dK, self.dS, self.rQt[None, None, None, slot.index], False)
+        warpgroup.wait_group(1)
+        self.rings.do.release(slot)
+        if self.put is not None:
+            for j in range(cute.size(dQ) // 4):
+                reduce4(target + j * (WARPGROUP * 16), [dQ[4 * j + i] for i in range(4)])
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()  # all lanes have read lse and delta
+        self.rings.q.release(slot)
