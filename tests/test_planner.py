@@ -110,12 +110,11 @@ def test_the_backward_of_sm90(changes, capability, kernel, reason):
         assert not chosen.traits.deterministic or chosen.tile.query_n is not None
 
 
-def test_the_backward_of_sm90_is_not_chosen_by_itself():
+def test_the_backward_of_sm90_is_chosen_by_itself():
     traits = replace(D128, phase=BWD)
     chosen = planner.plan(traits, (9, 0), "auto", SHAPE)
-    assert chosen == (planner.plan(traits, (9, 0), "reference", SHAPE).spec, traits, None)
-    reason = planner.refusals(traits, (9, 0), "auto")["sm90.backward"]
-    assert reason == f"only with backend='sm90': {sm90.BACKWARD.on_request}"
+    assert chosen == planner.plan(traits, (9, 0), "sm90", SHAPE) and chosen.spec is sm90.BACKWARD
+    assert planner.plan(traits, (9, 0), "reference", SHAPE).spec.name == "reference.backward"
 
 
 def test_headdim_is_padded_and_features_that_change_nothing_are_dropped():
@@ -637,7 +636,7 @@ def test_an_empty_backward_launches_nothing(hopper_backward, sizes):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous() and not grad.any()
 
 
-@pytest.mark.parametrize("backend, headdim", [("auto", 64), ("sm90", TOO_WIDE)])
+@pytest.mark.parametrize("backend, headdim", [("reference", 64), ("auto", TOO_WIDE), ("sm90", TOO_WIDE)])
 def test_what_the_kernel_refuses_goes_to_the_reference(hopper_backward, backend, headdim):
     fn, asked = hopper_backward
     q, k, v = qkv(headdim=headdim)
@@ -649,10 +648,10 @@ def test_what_the_kernel_refuses_goes_to_the_reference(hopper_backward, backend,
 
 def test_the_log_says_why_the_kernel_was_not_taken(hopper, monkeypatch, caplog):
     monkeypatch.setattr(runner, "_announced", set())
-    q, k, v = qkv()
+    q, k, v = qkv(headdim=TOO_WIDE)
     out, lse = forward_results(q, v)
     with caplog.at_level(logging.INFO, "flashattn_hopper"):
         runner.backward(problem(q, k, v), "auto", torch.ones_like(out), None, q, k, v, out, lse, (True,) * 3)
     (record,) = caplog.records
-    assert "reference.backward runs bwd.bf16.d64.full" in record.message
-    assert f"not sm90.backward: only with backend='sm90': {sm90.BACKWARD.on_request}" in record.message
+    assert f"reference.backward runs bwd.bf16.d{TOO_WIDE}" in record.message
+    assert f"not sm90.backward: headdim {TOO_WIDE}" in record.message

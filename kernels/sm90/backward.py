@@ -1,9 +1,11 @@
 """sm90.backward: dQ, dK, dV for Hopper, FP16 and BF16, in up to three launches of one call.
 
-Ends.prepare                delta, lse in log2 units; zeroes the float32 dQ
-KeyGradient                 dK, dV, and the sums of dQ in memory
-Ends.finish                 dQ in the operands' dtype; or, where the tile has a query_n,
-QueryGradient               dQ in a kernel of its own, which needs no sums in memory and repeats bit by bit
+    Ends.prepare                delta, lse in log2 units; zeroes the float32 dQ
+    KeyGradient                 dK, dV, and the sums of dQ in memory
+    Ends.finish                 dQ in the operands' dtype; or, where the tile has a query_n,
+    QueryGradient               dQ in a kernel of its own, which needs no sums in memory and repeats bit by bit
+
+A launch begins while the one before it ends (programmatic dependent launch) and waits where it needs its results.
 """
 
 import cuda.bindings.driver as cuda
@@ -81,6 +83,6 @@ class Backward:
         if const_expr(self.tile.wanted != "dq"):
             self.keys.launch(q, k, v, do, dk, dv, (stats, dq_sum, ticket), scalars, ops.num_ctas, stream)
         if const_expr(self.queries is None):
-            self.ends.finish(dq, ops.softmax_scale, dq_sum).launch(**ends)
+            self.ends.finish(dq, ops.softmax_scale, dq_sum).launch(**ends, use_pdl=True)
         elif const_expr(self.tile.wanted != "dkdv"):
             self.queries.launch(q, k, v, do, dq, stats, *scalars, stream)

@@ -56,6 +56,7 @@ class Ends:
         dq: Int64,
         ticket: Int64,
     ):
+        cute.arch.griddepcontrol_launch_dependents()  # the main kernel loads its K and V meanwhile
         seqlen_q, d_v, heads, _ = mO.shape
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.kv_stages == 2):
@@ -105,6 +106,7 @@ class Ends:
 
     @cute.kernel
     def finish(self, mdQ: cute.Tensor, scale: Float32, dq: Int64):
+        cute.arch.griddepcontrol_wait()
         seqlen_q, d, heads, _ = mdQ.shape
         t = self.tile
         tidx = cute.arch.thread_idx()[0]

@@ -156,7 +156,8 @@ class KeyGradient:
         )  # fmt: skip
         tiles = cute.ceil_div(k.shape[0], t.tile_n) * k.shape[2] * k.shape[3]
         grid = cutlass.min(tiles, num_ctas) if const_expr(self.dynamic) else tiles
-        self.main(dev).launch(grid=[grid, 1, 1], block=[t.num_threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        block = [t.num_threads, 1, 1]
+        self.main(dev).launch(grid=[grid, 1, 1], block=block, min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     def band(self, dev):
         return band_of(self.traits.mask, dev.window_left, dev.window_right)
@@ -260,22 +261,30 @@ class KeyGradient:
         if const_expr(self.dynamic):
             board.post(kv, linear, work)
             while linear < order.extent.tiles():
+                self.load_keys(dev, rings, smem, work, kv)
+                self.after_prepare()
                 ticket = board.draw()
-                slot = self.load_tile(dev, rings, smem, work, slot, kv)
+                slot = self.load_queries(dev, rings, smem, work, slot)
                 linear = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
                 work = self.work(order, linear)
                 kv = kv.next()
                 board.post(kv, linear, work)
         else:
-            self.load_tile(dev, rings, smem, work, slot, kv)
+            self.load_keys(dev, rings, smem, work, kv)
+            self.after_prepare()
+            self.load_queries(dev, rings, smem, work, slot)
+
+    def after_prepare(self):
+        """Wait for lse, delta, the zeroed sums and the ticket; K and V need not wait. Free but for the first time.
+
+        Only then may the next launch begin: the kernel of dQ, which takes lse and delta too, relies on it.
+        """
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def load_tile(self, dev, rings, smem, work, slot, kv):
+    def load_keys(self, dev, rings, smem, work, kv):
         t = self.tile
-        seqlen_q, _, heads, _ = dev.mQ.shape
-        group = heads // dev.mK.shape[2]
-        padded = cute.ceil_div(seqlen_q, PAD) * PAD
-        seg = self.segments(dev, work)
         ready = rings.kv.acquire(kv)
         for tma, shared, tensor, width in (
             (dev.tma_k, smem.K, dev.mK, self.headdim),
@@ -283,6 +292,14 @@ class KeyGradient:
         ):
             _, src, dst = slices(tma, shared, tensor, (t.tile_n, width), work.head, work.batch)
             cute.copy(tma, src[None, work.n_block], dst[None, kv.index], tma_bar_ptr=ready)
+
+    @cute.jit
+    def load_queries(self, dev, rings, smem, work, slot):
+        t = self.tile
+        seqlen_q, _, heads, _ = dev.mQ.shape
+        group = heads // dev.mK.shape[2]
+        padded = cute.ceil_div(seqlen_q, PAD) * PAD
+        seg = self.segments(dev, work)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=64 * t.tile_m)
         for g in cutlass.range(group, unroll=1):
             head = work.head * group + g
@@ -393,24 +410,33 @@ class KeyGradient:
 
     @cute.jit
     def store(self, dev, smem, work, dK, dV, stage):
-        """Epilogue: dV takes the place of V, whose rows only this warpgroup read, dK that of K, which all have read."""
+        """Epilogue: dV takes the place of V, dK that of K."""
         place = consumer(thread_again())
         for i in range(cute.size(dK)):
             dK[i] = dK[i] * dev.scale
-        self.meet(MEET_BARRIER)
         # Its share of the tile: 64 of the keys, or half of the columns.
         row, column = (0, place.wg) if const_expr(self.wide) else (place.wg, 0)
         block = work.n_block if const_expr(self.wide) else work.n_block * self.num_consumers + place.wg
-        for acc, shared, tma, tensor, width in (
-            (dV, smem.V, dev.tma_dv, dev.mdV, self.value_width),
-            (dK, smem.K, dev.tma_dk, dev.mdK, self.key_width),
+        share = lambda shared, width: cute.local_tile(shared[None, None, stage], (SLAB, width), (row, column))
+        slabs = share(smem.V, self.value_width), share(smem.K, self.key_width)
+        if const_expr(self.wide):
+            self.meet(MEET_BARRIER)  # all of V is read by another warpgroup
+        self.put(dV, slabs[0], self.value_width, place)
+        if const_expr(not self.wide):
+            self.meet(MEET_BARRIER)  # other warpgroups read these rows of K for dQ, but not of V
+        self.put(dK, slabs[1], self.key_width, place)
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
+        for slab, tma, tensor, width in (
+            (slabs[0], dev.tma_dv, dev.mdV, self.value_width),
+            (slabs[1], dev.tma_dk, dev.mdK, self.key_width),
         ):
-            out = cute.make_rmem_tensor_like(acc, self.dtype)
-            to_half(acc, out)
-            slab = cute.local_tile(shared[None, None, stage], (SLAB, width), (row, column))
-            write_slab(out, slab, width, place)
-            cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
             _, target, source = slices(tma, slab, tensor, (SLAB, width), work.head, work.batch, column)
             if place.warp == 0:
                 cute.copy(tma, source, target[None, block])
-                cute.arch.cp_async_bulk_commit_group()
+        if place.warp == 0:
+            cute.arch.cp_async_bulk_commit_group()
+
+    def put(self, acc, slab, width, place):
+        out = cute.make_rmem_tensor_like(acc, self.dtype)
+        to_half(acc, out)
+        write_slab(out, slab, width, place)

@@ -178,7 +178,7 @@ class QueryGradient:
     def __init__(self, traits, tile):
         self.traits = traits
         # Keys of a tile here, and queries of one in the main kernel, by which lse and delta are laid out.
-        self.tile_n, self.tile_m = tile.query_n, tile.tile_m
+        self.tile_n, self.tile_m, self.wanted = tile.query_n, tile.tile_m, tile.wanted
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
         self.dtype = ELEMENT[traits.dtype]
         # (producer, consumer): a producer can spill with 24, and products of headdim 256 are serialised with 232.
@@ -207,7 +207,9 @@ class QueryGradient:
             scale, window_left, window_right, stats,
         )  # fmt: skip
         tiles = cute.ceil_div(q.shape[0], TILE_M) * q.shape[2] * q.shape[3]
-        self.kernel(dev).launch(grid=[tiles, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        # Beside the end of the kernel of dK and dV, of which it needs nothing but that it began after `prepare`.
+        block, beside = [THREADS, 1, 1], self.wanted == "all"
+        self.kernel(dev).launch(grid=[tiles, 1, 1], block=block, min_blocks_per_mp=1, stream=stream, use_pdl=beside)
 
     def band(self, dev):
         return band_of(self.traits.mask, dev.window_left, dev.window_right)
@@ -256,6 +258,9 @@ class QueryGradient:
         cute.arch.barrier()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 1:
+                # This kernel ends after the one beside which it runs, or what follows could not rely on that one's end.
+                cute.arch.griddepcontrol_wait()
             if warp == 0:
                 self.load(dev, ring_k, ring_v, ready, smem, num_bytes(dev.lay_q) + num_bytes(dev.lay_do))
         else:
