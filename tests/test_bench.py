@@ -24,7 +24,7 @@ BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
 @pytest.fixture(scope="module")
 def bench():
     """The modules of bench/, which is a folder of scripts and no package."""
-    names = ("suites", "timing", "peers", "record", "plot", "tasks", "memory", "run", "tune", "host")
+    names = ("suites", "timing", "peers", "record", "plot", "tasks", "memory", "run", "tune", "host", "curves")
     sys.path.insert(0, str(BENCH))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -799,3 +799,33 @@ def test_host_rows_have_both_modes_and_keep_failures(bench):
     assert fa3["failed"] == "the package fa3-fwd has no backward"
     text = bench.host.report({"calls": rows, "first": {"fresh": {"first_call_s": 3.5}}})
     assert "first call, fresh: first_call_s 3.5" in text and "us median" in text
+
+
+# -------------------------------------------------------------------------------------------------------- curves
+def training_run(attention, seed, last):
+    config = {"attention": attention, "precision": "bf16", "seed": seed, "batch": 16, "seqlen": 1024}
+    losses = [5.0 - i * (5.0 - last) / 299 for i in range(300)]
+    found = {"train_loss": last, "val_loss": last + 0.1, "val": [[300, last + 0.1]], "losses": losses}
+    rest = {"tokens_per_second": 1e5, "unigram": 3.2, "explanation": "", "parameters": 57e6, "seconds": 9.0}
+    return {"config": config, "machine": {"gpu": "NVIDIA H200"}} | found | rest
+
+
+def test_curves_keep_what_they_draw(bench, tmp_path, capsys):
+    runs = [training_run("sdpa", 1, 1.5), training_run("sdpa", 0, 1.42), training_run("hopper", 0, 1.41)]
+    for i, run in enumerate(runs):
+        (tmp_path / f"{i}.json").write_text(json.dumps(run))
+    where = ["--results", str(tmp_path), "--figures", str(tmp_path)]
+    assert bench.curves.main([*(str(tmp_path / f"{i}.json") for i in range(3)), "--keep", "gpt", *where]) == 0
+    first = capsys.readouterr().out
+    assert [line.split(" | ")[:2] for line in first.splitlines()[2:]] == [
+        ["| hopper bf16, seed 0", "1.4100"],
+        ["| sdpa bf16, seed 0", "1.4200"],
+        ["| sdpa bf16, seed 1", "1.5000"],
+    ]
+    drawn = (tmp_path / "train-gpt.svg").read_bytes()
+    assert bench.curves.main(["gpt", *where]) == 0 and capsys.readouterr().out == first
+    assert (tmp_path / "train-gpt.svg").read_bytes() == drawn and b"hopper bf16, seed 0" in drawn
+
+
+def test_a_smoothed_curve_is_the_mean_of_the_last_steps(bench):
+    assert bench.curves.smooth([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
