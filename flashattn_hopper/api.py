@@ -103,20 +103,20 @@ def hopper_attention(
         if q.is_meta:
             return _dispatched(q, k, v, request, return_lse)
         call = _calls.remember(key, _eager_call(q, k, v, request))
-    forward, problem, backend, compute_dtype, out_dtype, recorded = call
+    decided, compute_dtype, out_dtype, recorded = call
     if compute_dtype is not None:
         q, k, v = _cast(q, k, v, compute_dtype)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = recorded(q, k, v, problem, backend, forward)
+        out, lse = recorded(q, k, v, decided)
     else:
-        out, lse = forward(q, k, v, return_lse)
+        out, lse = decided.forward(q, k, v, return_lse)
     if out_dtype is not None:
         out = out.to(out_dtype)
     return (out, lse) if return_lse else out
 
 
 # Validated eager calls: everything but the tensors
-# -> (forward, problem, backend, dtype to cast to, dtype to return, forward that records a graph)
+# -> (what the operators decided for them, dtype to cast to, dtype to return, forward that records a graph)
 _calls = Memo()
 
 
@@ -130,10 +130,10 @@ def _window_key(window_size):
 def _eager_call(q, k, v, request: Request):
     operands = _cast(q, k, v, request.compute_dtype)
     prepare, recorded = (prepared_fp8, EagerFP8.apply) if request.dtype == "fp8" else (prepared, Eager.apply)
-    problem, forward = prepare(*operands, _scalars(request))
+    call = prepare(*operands, _scalars(request))
     cast = None if all(a is b for a, b in zip(operands, (q, k, v))) else request.compute_dtype
     back = None if request.out_dtype == request.compute_dtype else request.out_dtype
-    return forward, problem, request.backend, cast, back, recorded
+    return call, cast, back, recorded
 
 
 def _dispatched(q, k, v, request: Request, return_lse):

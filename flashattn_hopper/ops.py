@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import runner
 from .arguments import problem_of, word_of
 from .ops_fp8 import BWD_FP8, FWD_FP8, SCALARS
-from .runner import Memo
+from .runner import Memo, Prepared
 
 _lib = torch.library.Library("flashattn_hopper", "DEF")
 _lib.define(f"fwd(Tensor q, Tensor k, Tensor v, {SCALARS}) -> (Tensor out, Tensor lse)")
@@ -43,14 +43,13 @@ SAC_SAVE_OPS = [FWD, FWD_FP8]
 _prepared = Memo()
 
 
-def prepared(q, k, v, scalars) -> tuple:
-    """(problem, forward) for calls with these shapes, strides, dtypes, devices and scalars."""
+def prepared(q, k, v, scalars) -> Prepared:
     operands = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v))
     key = (operands, scalars)
     found = _prepared.get(key)
     if found is None:
-        problem = _problem(q, k, v, scalars)
-        found = _prepared.remember(key, (problem, runner.prepare(problem, scalars[-1], q, k, v)))
+        problem, backend = _problem(q, k, v, scalars), scalars[-1]
+        found = _prepared.remember(key, Prepared(problem, backend, runner.prepare(problem, backend, q, k, v)))
     return found
 
 
@@ -59,13 +58,12 @@ def _problem(q, k, v, scalars):
 
 
 def _fwd(q, k, v, *scalars):
-    return prepared(q, k, v, scalars)[1](q, k, v)
+    return prepared(q, k, v, scalars).forward(q, k, v)
 
 
 def _bwd(dout, dlse, q, k, v, out, lse, *rest):
     *scalars, needs = rest
-    problem = _problem(q, k, v, scalars)
-    grads = runner.backward(problem, scalars[-1], dout, dlse, q, k, v, out, lse, needs)
+    grads = prepared(q, k, v, tuple(scalars)).backward(dout, dlse, q, k, v, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -127,26 +125,25 @@ class Eager(torch.autograd.Function):
     """The same formula without the host time of the dispatcher."""
 
     @staticmethod
-    def forward(ctx, q, k, v, problem, backend, forward):
-        out, lse = forward(q, k, v)
+    def forward(ctx, q, k, v, call):
+        out, lse = call.forward(q, k, v)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = problem, backend
+        ctx.call = call
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 6
-        problem, backend = ctx.call
+            return (None,) * 4
+        call = ctx.call
         if torch.is_grad_enabled():
             # Why: under create_graph the operator's formula refuses a second derivative. once_differentiable would
             # drop the term in silence wherever dout is a constant.
-            band = problem.band
-            scalars = problem.softmax_scale, band.left, band.right, problem.traits.deterministic, backend
-            return *_dispatched_grads(ctx, scalars, dout, dlse), None, None, None
-        needs = ctx.needs_input_grad[:3]
-        return *runner.backward(problem, backend, dout, dlse, *ctx.saved_tensors, needs), None, None, None
+            problem, band = call.problem, call.problem.band
+            scalars = problem.softmax_scale, band.left, band.right, problem.traits.deterministic, call.backend
+            return *_dispatched_grads(ctx, scalars, dout, dlse), None
+        return *call.backward(dout, dlse, *ctx.saved_tensors, ctx.needs_input_grad[:3]), None
 
 
 # Trap: both are private; without them every call is taken for an intercepted one, which is slower but right.

@@ -46,7 +46,7 @@ def problem_fp8(q, k, v, scalars):
 
 
 def prepared_fp8(q, k, v, scalars):
-    """(problem, forward) of 16-bit tensors; `forward(..., saving=True)` returns what the backward needs, too.
+    """For 16-bit tensors; `forward(..., saving=True)` returns what the backward needs, too.
 
     Raises: NotImplementedError where no kernel runs the problem.
     """
@@ -62,7 +62,7 @@ def prepared_fp8(q, k, v, scalars):
         codes = (x.data.view(torch.uint8) for x in (q8, k8, v8))
         return out, lse, core_lse, *codes, q8.descale, k8.descale, v8.descale, k8.mean
 
-    return problem, forward
+    return runner.Prepared(problem, scalars[-1], forward)
 
 
 def _operands(dtype, q8, k8, v8, q_descale, k_descale, v_descale, k_mean):
@@ -80,7 +80,7 @@ def _grads(problem, backend, dout, dlse, out, core_lse, saved, needs):
 
 
 def _fwd(q, k, v, *scalars):
-    return prepared_fp8(q, k, v, scalars)[1](q, k, v, saving=True)
+    return prepared_fp8(q, k, v, scalars).forward(q, k, v, saving=True)
 
 
 def _bwd(dout, dlse, out, core_lse, *rest):
@@ -192,23 +192,23 @@ class EagerFP8(torch.autograd.Function):
     """The same formula without the host time of the dispatcher."""
 
     @staticmethod
-    def forward(ctx, q, k, v, problem, backend, forward):
-        out, lse, *saved = forward(q, k, v, saving=True)
+    def forward(ctx, q, k, v, call):
+        out, lse, *saved = call.forward(q, k, v, saving=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, *saved)
-        ctx.call = problem, backend
+        ctx.call = call.problem, call.backend
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 6
+            return (None,) * 4
         problem, backend = ctx.call
         if torch.is_grad_enabled():
             # Why: under create_graph the operator's formula refuses a second derivative.
             band = problem.band
             scalars = problem.softmax_scale, band.left, band.right, problem.traits.deterministic, backend
-            return *_dispatched_grads(ctx, scalars, dout, dlse), None, None, None
+            return *_dispatched_grads(ctx, scalars, dout, dlse), None
         out, core_lse, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        return *_grads(problem, backend, dout, dlse, out, core_lse, saved, needs), None, None, None
+        return *_grads(problem, backend, dout, dlse, out, core_lse, saved, needs), None

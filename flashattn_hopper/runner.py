@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 import torch
@@ -21,6 +21,7 @@ from .spec.tile import ROW_PAD
 logger = logging.getLogger("flashattn_hopper")
 
 Forward = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
+Backward = Callable[..., tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]]
 
 ALIGNMENT = 16  # bytes: base pointers and strides of a tensor that TMA reads
 MAX_STRIDE = 2**40  # bytes
@@ -44,6 +45,26 @@ class Memo(dict):
             self.clear()
         self[key] = value
         return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What is decided for calls with the same shapes, strides, dtypes, devices and scalars: the forward, and, once
+    they have run, the backwards by the layout of dout and by what is needed."""
+
+    problem: AttentionProblem
+    backend: str
+    forward: Forward
+    backwards: dict[tuple, Backward] = field(default_factory=dict)
+
+    def backward(self, dout, dlse, q, k, v, out, lse, needs):
+        # The strides again: what was saved for the backward may come back as a copy.
+        key = needs, q.stride(), k.stride(), v.stride(), dout is not None and dout.stride()
+        run = self.backwards.get(key)
+        if run is None:
+            run = prepare_backward(self.problem, self.backend, dout, q, k, v, needs)
+            self.backwards[key] = run
+        return run(dout, dlse, q, k, v, out, lse)
 
 
 def prepare(problem: AttentionProblem, backend: str, q, k, v) -> Forward:
@@ -70,15 +91,23 @@ def backward(problem: AttentionProblem, backend: str, dout, dlse, q, k, v, out, 
 
     `dout` (B, Sq, Hq, Dv) or `dlse` (B, Hq, Sq) is None where no gradient arrives.
     """
-    problem = problem.for_phase(BWD)
+    return prepare_backward(problem, backend, dout, q, k, v, needs)(dout, dlse, q, k, v, out, lse)
+
+
+def prepare_backward(problem: AttentionProblem, backend: str, dout, q, k, v, needs) -> Backward:
+    """The backward of every call that agrees with this one in problem, strides (of `dout` too), dtypes and device.
+
+    It maps dout, dlse, q, k, v, out, lse to (dq, dk, dv). No tensor is kept.
+    """
+    problem, needs = problem.for_phase(BWD), tuple(needs)
     capability = planner.capability_of(q.device)
     chosen = planner.plan(problem.traits, capability, backend, problem.shape)
     _announce(chosen.spec, problem, capability, backend)
     if chosen.spec.arch is None:
-        entry = _entry(chosen.spec)
-        return entry(dout, dlse, q, k, v, out, lse, problem.band, problem.softmax_scale, tuple(needs))
+        entry, band, scale = _entry(chosen.spec), problem.band, problem.softmax_scale
+        return lambda *operands: entry(*operands, band, scale, needs)
     if problem.shape.empty:
-        return tuple(
+        return lambda dout, dlse, q, k, v, out, lse: tuple(
             torch.zeros_like(t, memory_format=torch.contiguous_format) if n else None for t, n in zip((q, k, v), needs)
         )
     wanted = "all" if needs[0] and (needs[1] or needs[2]) else "dq" if needs[0] else "dkdv"
@@ -88,8 +117,7 @@ def backward(problem: AttentionProblem, backend: str, dout, dlse, q, k, v, out, 
         chosen = planner.plan(alone, capability, chosen.spec.backend, problem.shape)
         chosen = chosen._replace(tile=replace(chosen.tile, wanted=wanted))
     fn = jit.compiled(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)
-    grads = launch_backward(fn, chosen, problem, dout, dlse, q, k, v, out, lse)
-    return tuple(grad if need else None for grad, need in zip(grads, needs))
+    return bind_backward(fn, chosen, problem, dout, q, k, v, needs)
 
 
 def bind(fn, chosen: planner.Plan, problem: AttentionProblem, q, k, v) -> Forward:
@@ -143,30 +171,54 @@ def _empty(shape, dtype, device):
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def launch_backward(fn, chosen: planner.Plan, problem: AttentionProblem, dout, dlse, q, k, v, out, lse):
-    """dq, dk, dv, contiguous, from a compiled backward that takes one tuple in the order of BwdOperands; None is what
-    `chosen.tile` leaves out.
+def bind_backward(fn, chosen: planner.Plan, problem: AttentionProblem, dout, q, k, v, needs) -> Backward:
+    """A backward that hands `fn` one tuple in the order of BwdOperands.
 
     A dout that a kernel cannot read in place is copied, as q, k and v are; `out` and `lse` are as the forward left
     them, and copied where they are not.
     """
-    if q.device.type == "cuda" and _current_device() != q.device.index:
-        with torch.cuda.device(q.device):
-            return launch_backward(fn, chosen, problem, dout, dlse, q, k, v, out, lse)
-    shape = problem.shape
+    shape, tile = problem.shape, chosen.tile
+    device = q.device
+    elsewhere = device.index if device.type == "cuda" else None
     left, right = window_edges(problem.band, shape.seqlens) if problem.traits.mask == "window" else (None, None)
-    dout = torch.zeros_like(out) if dout is None else dout
-    q, k, v, dout = (_aligned(_laid_out(t, _layout(t))) for t in (q, k, v, dout))
-    out, lse = _aligned(out.contiguous()), lse.contiguous()
-    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
-    kept = {"dq": (True, False, False), "dkdv": (False, True, True)}.get(chosen.tile.wanted, (True, True, True))
-    grads = [_empty(t.shape, t.dtype, t.device) if keep else None for t, keep in zip((q, k, v), kept)]
+    num_ctas = planner.num_sms(device) if tile.kv_stages == 2 else None
+    scalars = problem.softmax_scale, left, right, num_ctas
+    layouts = [_layout(t) for t in (q, k, v)] + [None if dout is None else _layout(dout)]
+    fix_q, fix_k, fix_v, fix_dout = layouts
+    any_fix = layouts != [None, None, None, None]
+    computed = {"dq": (True, False, False), "dkdv": (False, True, True)}.get(tile.wanted, (True, True, True))
+    nothing = lambda: None
+    new_dq, new_dk, new_dv = (
+        _allocator(tuple(t.shape), t.dtype, device) if used else nothing for t, used in zip((q, k, v), computed)
+    )
     rows = shape.batch * shape.num_heads_q * -(-shape.seqlen_q // ROW_PAD) * ROW_PAD
-    workspace = _empty((chosen.tile.workspace_floats(rows, chosen.traits.headdim),), torch.float32, q.device)
-    addresses = [0 if t is None else t.data_ptr() for t in (out, lse, dlse, *grads, workspace)]
-    num_ctas = planner.num_sms(q.device) if chosen.tile.kv_stages == 2 else None
-    fn((q, k, v, dout, *addresses, problem.softmax_scale, left, right, num_ctas))
-    return grads
+    new_workspace = _allocator((tile.workspace_floats(rows, chosen.traits.headdim),), torch.float32, device)
+    need_q, need_k, need_v = needs
+
+    def backward(dout, dlse, q, k, v, out, lse):
+        if elsewhere is not None and _current_device() != elsewhere:
+            with torch.cuda.device(elsewhere):
+                return backward(dout, dlse, q, k, v, out, lse)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if any_fix:
+            q, k, v, dout = _laid_out(q, fix_q), _laid_out(k, fix_k), _laid_out(v, fix_v), _laid_out(dout, fix_dout)
+        out, lse = out.contiguous(), lse.contiguous()
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr() | out.data_ptr()) % ALIGNMENT:
+            q, k, v, dout, out = map(_aligned, (q, k, v, dout, out))
+        if dlse is not None:
+            dlse = dlse.to(lse.dtype).contiguous()
+        dq, dk, dv, workspace = new_dq(), new_dk(), new_dv(), new_workspace()
+        fn(
+            (
+                q, k, v, dout, out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
+                0 if dq is None else dq.data_ptr(), 0 if dk is None else dk.data_ptr(),
+                0 if dv is None else dv.data_ptr(), workspace.data_ptr(), *scalars,
+            )
+        )  # fmt: skip
+        return dq if need_q else None, dk if need_k else None, dv if need_v else None
+
+    return backward
 
 
 def window_edges(band: Band, seqlens: Seqlens) -> tuple[int, int]:

@@ -57,7 +57,7 @@ def backward(fn, plan, problem, q, k, v, dout, mask, label):
     """With a gradient into lse; out and lse are the reference's, so that only one kernel of ours runs."""
     out, lse = reference.forward(q, k, v, problem.band, problem.softmax_scale)
     dlse = torch.randn_like(lse)
-    grads = runner.launch_backward(fn, plan, problem, dout, dlse, q, k, v, out, lse)
+    grads = runner.bind_backward(fn, plan, problem, dout, q, k, v, (True,) * 3)(dout, dlse, q, k, v, out, lse)
     torch.cuda.synchronize()
     check_grads(grads, q, k, v, dout, dlse, label=label, **mask)
 

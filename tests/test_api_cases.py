@@ -290,7 +290,7 @@ def test_settings_of_torch_make_a_new_record(monkeypatch):
         hopper_attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [call[1].traits.deterministic for call in api._calls.values()] == [False, True]
+    assert [decided.problem.traits.deterministic for decided, *_ in api._calls.values()] == [False, True]
     with torch.autocast("cpu", torch.float16):
         assert hopper_attention(q, k, v).dtype == torch.float16
     assert hopper_attention(q, k, v).dtype == BF

@@ -1,6 +1,7 @@
 """The operators: registration, shapes for tracing, both doors, autograd, compile."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashattn_hopper import SAC_SAVE_OPS, hopper_attention, ops, runner
+from flashattn_hopper import SAC_SAVE_OPS, api, hopper_attention, ops, runner
 from flashattn_hopper.kernels.common.operands import FwdOperands
 from flashattn_hopper.spec.mask import Band, Seqlens
 
@@ -144,8 +145,10 @@ def test_a_second_derivative_is_refused(door):
 @pytest.mark.parametrize("door", [hopper_attention, through_dispatcher])
 def test_only_what_is_needed_is_computed(door, needs, monkeypatch):
     """C41."""
-    asked, real = [], runner.backward
-    monkeypatch.setattr(runner, "backward", lambda *args: asked.append(tuple(args[-1])) or real(*args))
+    asked, real = [], runner.prepare_backward
+    monkeypatch.setattr(runner, "prepare_backward", lambda *args: asked.append(tuple(args[-1])) or real(*args))
+    monkeypatch.setattr(api, "_calls", runner.Memo())
+    monkeypatch.setattr(ops, "_prepared", runner.Memo())
     whole = qkv(70, 70, dtype=torch.bfloat16, grad=True)
     door(*whole, causal=True).sum().backward()
     some = [t.detach().requires_grad_(bool(need)) for t, need in zip(whole, needs)]
@@ -154,9 +157,19 @@ def test_only_what_is_needed_is_computed(door, needs, monkeypatch):
         assert out.grad_fn is None
         return
     out.sum().backward()
-    assert asked == [(True, True, True), tuple(map(bool, needs))]
+    # Decided once for each kind of call.
+    assert asked == list(dict.fromkeys([(True, True, True), tuple(map(bool, needs))]))
     for a, b, need in zip(some, whole, needs):
         assert torch.equal(a.grad, b.grad) if need else a.grad is None
+
+
+def test_saved_tensors_may_come_back_in_other_strides():
+    """Under saved-tensor hooks, such as those that keep activations on another device."""
+    wide = [torch.randn(2, 50, 4, 128, dtype=torch.bfloat16)[..., ::2].requires_grad_() for _ in range(3)]
+    usual = torch.autograd.grad(hopper_attention(*wide).sum(), wide)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t.contiguous()):
+        out = hopper_attention(*wide)
+    assert all(map(torch.equal, usual, torch.autograd.grad(out.sum(), wide)))
 
 
 def test_no_grad_and_inference_mode():
@@ -229,8 +242,8 @@ def count_forwards(monkeypatch):
     calls, real = [], ops.prepared
 
     def counting(*args):
-        problem, forward = real(*args)
-        return problem, lambda *t: calls.append(1) or forward(*t)
+        decided = real(*args)
+        return replace(decided, forward=lambda *t: calls.append(1) or decided.forward(*t))
 
     monkeypatch.setattr(ops, "prepared", counting)
     monkeypatch.setattr("flashattn_hopper.api.prepared", counting)

@@ -466,7 +466,7 @@ def launched(q, k, v, dout, dlse=None, out=None, lse=None, band=FULL):
     out, lse = usual[0] if out is None else out, usual[1] if lse is None else lse
     fn = Recorder(BwdOperands)
     chosen = planner.plan(asked.traits, (9, 0), "sm90", asked.shape)
-    grads = runner.launch_backward(fn, chosen, asked, dout, dlse, q, k, v, out, lse)
+    grads = runner.bind_backward(fn, chosen, asked, dout, q, k, v, (True,) * 3)(dout, dlse, q, k, v, out, lse)
     return fn.last, grads
 
 
