@@ -390,26 +390,18 @@ class KeyGradient:
         mine = (place.wg * (SLAB * t.dq_columns(self.headdim) // 4) + place.warp * 32 + place.lane) * 16
         dq_head = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
         hooks.rings.kv.wait(kv)
-        if seg.end > seg.begin:
-            hooks.rings.q.wait(slot)
-        hooks.scores(slot, kv)
-        warpgroup.wait_group(0)  # the compiler follows scores on their way within an iteration, but not into the loop
-        for g in cutlass.range(group, unroll=1):
+        for _ in cutlass.range(group, unroll=1):
             for m in cutlass.range(seg.begin, seg.end, unroll=1):
+                hooks.rings.q.wait(slot)
+                hooks.scores(slot, kv)
                 dP = hooks.score_gradients(slot, kv)
                 hooks.exponents(slot)
                 if (m < seg.full_begin) | (m >= seg.full_end):
                     # Its place is worked out anew, so as not to occupy registers elsewhere.
                     self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
                 hooks.gradients(dP, slot)
-                following = slot.next()
-                if (m + 1 < seg.end) | (g + 1 < group):
-                    hooks.rings.q.wait(following)
-                warpgroup.wait_group(0)  # dV, whose P would be in the way
-                # After the last tile these are scores of nothing, which nobody looks at.
-                hooks.scores(following, kv)
                 hooks.products(slot, kv, dq_head + Int64(m) * (t.tile_m * self.headdim * 4))
-                slot = following
+                slot = slot.next()
             dq_head = dq_head + padded * (4 * self.headdim)
         return slot
 

@@ -70,10 +70,11 @@ class Products:
         gemm(self.mma_s, self.S, self.rK[None, None, None, kv.index], self.rQ[None, None, None, slot.index], True)
 
     def score_gradients(self, slot, kv):
-        """Issue dP."""
+        """Issue dP; S and everything before it is done afterwards."""
         self.rings.do.wait(slot)
         dP = cute.make_rmem_tensor_like(self.S)
         gemm(self.mma_dp, dP, self.rV[None, None, None, kv.index], self.rdO[None, None, None, slot.index], True)
+        warpgroup.wait_group(1)
         return dP
 
     def exponents(self, slot):
@@ -92,7 +93,7 @@ class Products:
         self.values(slot)
         warpgroup.wait_group(1)
         for i in range(cute.size(dP)):
-            p = self.P[i].to(Float32)
+            p = self.S[i] if self.early else self.P[i].to(Float32)  # P in 32 bits beside dP does not fit
             dP[i] = p * (dP[i] - self.query(1, i, slot))
         to_half(dP, self.dS)
         if self.put is not None:
@@ -105,6 +106,8 @@ class Products:
         """dQ, added to memory from `target` on, and dK, which is still on its way afterwards. dO is given back."""
         if self.put is not None:
             cute.arch.barrier(barrier_id=MEET_BARRIER, number_of_threads=WARPGROUP * self.num_consumers)
+            if not self.early:
+                warpgroup.wait_group(1)  # dV: its P would be in the way of dQ
             dQ = cute.make_rmem_tensor(self.mma_dq.get_slice(0).partition_shape_C((SLAB, self.dq_n)), Float32)
             gemm(self.mma_dq, dQ, self.rdS[None, None, None, slot.index], self.rKt[None, None, None, kv.index], True)
         gemm(self.mma_dk, self.dK, self.dS, self.rQt[None, None, None, slot.index], False)
