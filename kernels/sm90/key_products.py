@@ -90,12 +90,14 @@ class Products:
         """P and dS, this one also to shared memory; dV is on its way afterwards."""
         for i in range(cute.size(self.S)):
             self.S[i] = probability(self.S[i])
-        self.values(slot)
-        warpgroup.wait_group(1)
+        if self.early:
+            self.values(slot)
+        warpgroup.wait_group(1 if self.early else 0)
         for i in range(cute.size(dP)):
-            p = self.S[i] if self.early else self.P[i].to(Float32)  # P in 32 bits beside dP does not fit
-            dP[i] = p * (dP[i] - self.query(1, i, slot))
+            dP[i] = self.S[i] * (dP[i] - self.query(1, i, slot))
         to_half(dP, self.dS)
+        if not self.early:
+            self.values(slot)
         if self.put is not None:
             store, thr, slab = self.put
             packed = cute.make_tensor(self.dS.iterator, dP.layout)
