@@ -36,11 +36,12 @@ from ..common.mask import ColumnMask
 from ..common.operands import BwdOperands
 from ..common.schedule import Board
 from ..common.softmax import LOG2_E, probability
+from ..common.tensors import at, band_of, fake_operand
 from ..common.work import DeviceArith, Extent, InOrder, Place, longest_first, thread_again
 from .mainloop import gemm
 from .pipeline import EPILOGUE_BARRIER, Ring, arrive_after_stores, first_slot
 from .query_gradient import QueryGradient
-from .tensors import SLAB, at, band_of, fake_operand, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 ENDS_THREADS = 256
 MEET_BARRIER = 4
