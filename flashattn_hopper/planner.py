@@ -19,7 +19,8 @@ Capability = tuple[int, int] | None  # None is the CPU
 
 
 class Plan(NamedTuple):
-    """The chosen kernel as it is on that device, the traits it is compiled for (headdim padded) and its tile (None: written in PyTorch)."""
+    """The chosen kernel as it is on that device, the traits it is compiled for (headdim padded) and its tile (None:
+    written in PyTorch)."""
 
     spec: KernelSpec
     traits: Traits

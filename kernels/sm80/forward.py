@@ -1,15 +1,16 @@
-"""sm80.forward: attention forward from matrix instructions of one warp, FP16 and BF16, for every arch since Ampere.
+"""sm80.forward: attention forward from matrix instructions of one warp, FP16 and BF16, for archs since Ampere.
 
-One thread block for each tile of queries. Q stays in shared memory (or registers), K and V come by cp.async in one stage
-each or in several, and every warp multiplies 16 or 32 query rows of its own:
+One thread block for each tile of queries. Q stays in shared memory (or registers), K and V come by cp.async in one
+stage each or in several, and every warp multiplies 16 or 32 query rows of its own:
 
-    num_stages = 1   K3 Q | V3 under QK3 | K2 under softmax 3, PV3 | V2 under QK2 | K1 ...    tiles from the last one down
+    num_stages = 1   K3 Q | V3 under QK3 | K2 under softmax 3, PV3 | V2 under QK2 | K1 ...   KV tiles, last one first
     num_stages = 2   K3 V3 Q | K2 V2 under tile 3 | K1 V1 under tile 2 | ...
 
     a warp           QK3 | mask, softmax 3 | PV3 | QK2 | softmax 2 | PV2 | ... | out by way of Q's place
 
-Products overlap with the softmax of other warps and of another block on the multiprocessor. Unmasked tiles are optimistic
-(common/softmax.py); where a block's optimism failed, it walks a second time with every tile in the careful loop.
+Products overlap with the softmax of other warps and of another block on the multiprocessor. Unmasked tiles are
+optimistic (common/softmax.py); where a block's optimism failed, it walks a second time with every tile in the careful
+loop.
 docs/kernels/sm80_forward.md has the roofline and the tiles.
 """
 

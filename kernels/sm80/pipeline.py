@@ -1,8 +1,8 @@
 """When tiles of K and V are copied, and what a warp waits for before it reads them.
 
 A part for each kind of pipeline, with the same methods: `start` for the first tile of a walk, then for each tile
-`before_scores` and `before_values`. Each of these is a barrier of the block, where it is needed: what was read before it
-may be overwritten after it.
+`before_scores` and `before_values`. Each of these is a barrier of the block, where one is needed: what was read before
+it may be overwritten after it.
 """
 
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ CHUNK = 8  # elements in 16 bytes
 
 @dataclass(frozen=True)
 class Swizzled:
-    """(rows, width) 16-bit elements, several times. Columns are cut in units of 64 (or 32) that lie one after the other;
-    in a unit the 16-byte chunks of a row are XORed with its number, so that 8 rows of a chunk meet 32 banks.
+    """(rows, width) 16-bit elements, several times. Columns are cut in units of 64 (or 32) that lie one after the
+    other; in a unit the 16-byte chunks of a row are XORed with its number, so that 8 rows of a chunk meet 32 banks.
 
     `base`: shared address, a multiple of 128. Everything but it and the stage is known while compiling.
     """
@@ -75,7 +75,7 @@ class Reader:
 
 
 def rows_first(tile, lane, row=0):
-    """Words in the order (rows, columns) (0, 0), (8, 0), (0, 8), (8, 8): an A operand as it is stored, or two B operands
+    """Words in the order (row, column) (0, 0), (8, 0), (0, 8), (8, 8): an A operand as it is stored, or two B operands
     from rows that are their k (transposed)."""
     return tile.chunk(row + lane % 16, lane // 16)
 

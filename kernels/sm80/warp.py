@@ -1,8 +1,8 @@
 """Instructions of one warp: ldmatrix, mma.sync, and a vote of the whole thread block.
 
 Fragments are plain registers. Of a 16 x 8n accumulator a thread holds rows `lane // 4` and 8 below, and of every 8
-columns the pair `2 * (lane % 4)`: in fours (row, row, row + 8, row + 8), the order of kernels/common/mask.py. Rounded and
-packed, four words of two such fours are the A operand of the next product.
+columns the pair `2 * (lane % 4)`: in fours (row, row, row + 8, row + 8), the order of kernels/common/mask.py. Rounded
+and packed, four words of two such fours are the A operand of the next product.
 """
 
 import cutlass.cute as cute
