@@ -12,11 +12,12 @@ import torch
 from flashattn_hopper import _toolchain
 from flashattn_hopper.kernels.sm80 import specs
 from flashattn_hopper.spec.arch import SM80
+from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.spec.tile import Sm80FwdTile
 
 _toolchain.import_cute(SM80.target)
 
-from flashattn_hopper.kernels.sm80 import copies, mainloop, pipeline, shared, warp  # noqa: E402
+from flashattn_hopper.kernels.sm80 import copies, forward, mainloop, pipeline, shared, warp  # noqa: E402
 
 LANES = np.arange(32)
 BASE = 4096
@@ -224,6 +225,96 @@ def test_tiles_are_copied_whole_and_padded_with_zeros(copied, dims, tile, short)
             expected[:there, :width] = numbers[1, 2, block * rows :][:there].numpy()
             found = np.stack([chunks(copied.memory, swizzled, 1, row) for row in range(rows)])
             assert (found == expected).all()
+
+
+# Out
+
+
+class Pointer(int):
+    """A global address of 32-bit elements."""
+
+    def __add__(self, elements):
+        return Pointer(int(self) + 4 * elements)
+
+
+class Lane:
+    """What one thread stores: `shared` words of two numbers, and 16 bytes or a float to a global address."""
+
+    def __init__(self, monkeypatch, memory):
+        self.memory, self.written = memory, {}
+        tensor = lambda pointer, _: types.SimpleNamespace(store=lambda words: self.write(pointer, words))
+        cute = types.SimpleNamespace(
+            arch=types.SimpleNamespace(sync_warp=lambda: None),
+            make_layout=lambda extent: extent,
+            make_tensor=lambda pointer, extent: tensor(pointer, extent) if extent == 4 else Floats(self, pointer),
+        )
+        monkeypatch.setattr(forward, "cute", cute)
+        monkeypatch.setattr(forward, "cutlass", types.SimpleNamespace(range_constexpr=range))
+        monkeypatch.setattr(forward, "Int64", int)
+        monkeypatch.setattr(forward, "at", lambda dtype, address, align: Pointer(address))
+        monkeypatch.setattr(forward, "pack2", lambda lo, hi, dtype: (lo, hi))
+        monkeypatch.setattr(forward, "shared_words", self.words)
+
+    def words(self, address, count):
+        assert address % (4 * count) == 0
+        halves = self.memory.halves[address // 2 : address // 2 + 2 * count]
+        put = lambda i, word: halves.__setitem__(slice(2 * i, 2 * i + 2), word)
+        return type("Words", (), {"__setitem__": lambda _, i, word: put(i, word), "load": lambda _: halves.copy()})()
+
+    def write(self, pointer, value):
+        assert int(pointer) not in self.written or self.again, "written twice"
+        self.written[int(pointer)] = value
+
+
+class Floats:
+    def __init__(self, lane, pointer):
+        self.lane, self.pointer = lane, pointer
+
+    def __setitem__(self, i, value):
+        self.lane.write(self.pointer + i, value)
+
+
+@each_tile
+@pytest.mark.parametrize("width_less, seqlen_q", [(0, 500), (8, 130), (24, 1)], ids=str)
+def test_out_and_lse_are_stored_whole(monkeypatch, memory, dims, tile, width_less, seqlen_q):
+    """Every element of the visible rows once, from the registers that hold it; nothing else."""
+    lane_of = Lane(monkeypatch, memory)
+    kernel = forward.Forward(Traits("fwd", "bf16", *dims), tile)
+    heads, batch, width = 3, 2, dims[1] - width_less
+    work = types.SimpleNamespace(m_block=(seqlen_q - 1) // tile.tile_m, head=1, batch=1)
+    first_query = work.m_block * tile.tile_m
+    dev = types.SimpleNamespace(
+        q=types.SimpleNamespace(shape=(batch, seqlen_q, heads, dims[0])),
+        v=types.SimpleNamespace(shape=(batch, 9, heads, width)),
+        o=1 << 30,
+        lse=1 << 40,
+    )
+    smem = types.SimpleNamespace(Q=shared.Swizzled(BASE, tile.tile_m, dims[0]))
+    O = np.arange(tile.tile_m * dims[1], dtype=float).reshape(tile.tile_m, dims[1])
+    for turn in range(2):  # a warp's lanes wait for each other in between: only the second time all words are there
+        lane_of.written, lane_of.again = {}, turn == 0
+        for thread in range(tile.num_threads):
+            lane, first = thread % 32, thread // 32 * 16 * tile.atoms
+            place = forward.Place(thread, lane, first)
+            monkeypatch.setattr(kernel, "anew", lambda _, place=place: (dev, work, place), raising=False)
+            atoms = []
+            for i in range(tile.atoms):
+                rows = first + 16 * i + lane // 4 + np.array([0, 8])
+                held = [O[rows[j // 2 % 2], 8 * (j // 4) + 2 * (lane % 4) + j % 2] for j in range(dims[1] // 2)]
+                softmax = types.SimpleNamespace(
+                    finish=lambda exact, rows=rows: (None, rows + 0.5), rescale=lambda out, by: None
+                )
+                atoms.append(mainloop.Atom(softmax, held))
+            undecorated(kernel, "store")(dev, smem, atoms)
+    expected = {}
+    for row in range(min(tile.tile_m, seqlen_q - first_query)):
+        query = first_query + row
+        expected[dev.lse + 4 * ((1 * heads + 1) * seqlen_q + query)] = row + 0.5
+        for column in range(0, width, 8):
+            element = ((1 * seqlen_q + query) * heads + 1) * width + column
+            expected[dev.o + 2 * element] = O[row, column : column + 8]
+    assert lane_of.written.keys() == expected.keys()
+    assert all(np.array_equal(lane_of.written[at], value) for at, value in expected.items())
 
 
 # The order of copies and barriers

@@ -56,7 +56,7 @@ def test_other_devices_are_refused_by_name(capability):
     assert reason.startswith(
         "needs one of sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_110, sm_120, the tensors are on "
     )
-    with pytest.raises(NotImplementedError, match="sm80.forward: needs one of sm_80"):
+    with pytest.raises(NotImplementedError, match=r"sm80\.forward: needs one of sm_80"):
         planner.plan(D128, capability, "sm80", SHAPE)
 
 
@@ -66,7 +66,7 @@ def test_it_is_not_chosen_by_itself(capability):
     if capability == SM90.capability:
         assert planner.plan(D128, capability, "auto", SHAPE).spec.name == "sm90.forward"
     else:
-        with pytest.raises(NotImplementedError, match="sm80.forward: only with backend='sm80'"):
+        with pytest.raises(NotImplementedError, match=r"sm80\.forward: only with backend='sm80'"):
             planner.plan(D128, capability, "auto", SHAPE)
 
 
@@ -215,7 +215,7 @@ def test_what_is_not_declared_is_refused_on_every_arch(traits):
 def test_cpu_tensors_are_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setattr(jit, "compiled", None)
     q = torch.randn(1, 5, 4, 64, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="sm80.forward: needs one of .* the tensors are on cpu"):
+    with pytest.raises(NotImplementedError, match=r"sm80\.forward: needs one of .* the tensors are on cpu"):
         hopper_attention(q, q, q, backend="sm80")
 
 
