@@ -17,7 +17,7 @@ from flashattn_hopper.spec.tile import Sm80FwdTile
 
 _toolchain.import_cute(SM80.target)
 
-from flashattn_hopper.kernels.sm80 import copies, forward, mainloop, pipeline, shared, warp  # noqa: E402
+from flashattn_hopper.kernels.sm80 import copies, epilogue, forward, mainloop, pipeline, shared, warp  # noqa: E402
 
 LANES = np.arange(32)
 BASE = 4096
@@ -248,12 +248,14 @@ class Lane:
             make_layout=lambda extent: extent,
             make_tensor=lambda pointer, extent: tensor(pointer, extent) if extent == 4 else Floats(self, pointer),
         )
-        monkeypatch.setattr(forward, "cute", cute)
-        monkeypatch.setattr(forward, "cutlass", types.SimpleNamespace(range_constexpr=range))
-        monkeypatch.setattr(forward, "Int64", int)
-        monkeypatch.setattr(forward, "at", lambda dtype, address, align: Pointer(address))
-        monkeypatch.setattr(forward, "pack2", lambda lo, hi, dtype: (lo, hi))
-        monkeypatch.setattr(forward, "shared_words", self.words)
+        for module in (forward, epilogue):
+            monkeypatch.setattr(module, "cute", cute)
+            monkeypatch.setattr(module, "cutlass", types.SimpleNamespace(range_constexpr=range))
+            monkeypatch.setattr(module, "Int64", int)
+            monkeypatch.setattr(module, "at", lambda dtype, address, align: Pointer(address))
+        monkeypatch.setattr(epilogue, "pack2", lambda lo, hi, dtype: (lo, hi))
+        monkeypatch.setattr(epilogue, "shared_words", self.words)
+        monkeypatch.setattr(epilogue.Outlet, "store", epilogue.Outlet.store.__wrapped__)
 
     def words(self, address, count):
         assert address % (4 * count) == 0

@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from flashattn_hopper.spec.mask import Seqlens
 
-from ..common.convert import ELEMENT, pack2
+from ..common.convert import ELEMENT
 from ..common.mask import BandMask
 from ..common.operands import FwdOperands
 from ..common.softmax import CEILING, LOG2_E, Softmax
@@ -32,9 +32,10 @@ from ..common.tensors import at, band_of, forward_arguments
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, again, order_of, thread_again
 from .copies import rows_of
+from .epilogue import Outlet
 from .mainloop import Atom, InOrder
 from .pipeline import Single, Staged
-from .shared import CHUNK, Reader, Swizzled, columns_first, rows_first
+from .shared import Reader, Swizzled, columns_first, rows_first
 from .warp import any_of
 
 
@@ -186,51 +187,28 @@ class Forward:
         dev, work, place = self.anew(dev)
         _, seqlen_q, heads, _ = dev.q.shape
         width = dev.v.shape[3]
-        out = Swizzled(smem.Q.base, t.tile_m, self.headdim_v)
-        pair, quad_row = place.lane % 4, place.lane // 4
+        outlet = Outlet(Swizzled(smem.Q.base, t.tile_m, self.headdim_v), place.lane, self.dtype)
         head_row = (Int64(work.batch) * heads + work.head) * seqlen_q
+        first_query = work.m_block * t.tile_m
         for i in cutlass.range_constexpr(t.atoms):
-            atom, row = atoms[i], place.row + 16 * i + quad_row
+            atom, row = atoms[i], place.row + 16 * i
             inverse, lse = atom.softmax.finish(exact=False)
             atom.softmax.rescale(atom.O, inverse)
             if dev.lse != 0:
                 mLSE = cute.make_tensor(at(Float32, dev.lse, 4) + head_row, cute.make_layout(seqlen_q))
-                if pair == 0:
+                if place.lane % 4 == 0:
                     for r in cutlass.range_constexpr(2):
-                        query = work.m_block * t.tile_m + row + 8 * r
+                        query = first_query + row + place.lane // 4 + 8 * r
                         if query < seqlen_q:
                             mLSE[query] = lse[r]
-            for column in cutlass.range_constexpr(0, self.headdim_v, CHUNK):
-                unit, within = column // out.unit, column % out.unit
-                for r in cutlass.range_constexpr(2):
-                    first = column // 2 + 2 * r
-                    word = pack2(atom.O[first], atom.O[first + 1], self.dtype)
-                    place_in = out.chunk(row + 8 * r, within // CHUNK) + unit * out.unit_bytes + 4 * pair
-                    shared_words(out.base + place_in, 1)[0] = word
-        cute.arch.sync_warp()
-        lanes = out.unit // CHUNK
-        own, chunk = place.lane // lanes, place.lane % lanes
-        rows = 32 // lanes
-        for first in cutlass.range_constexpr(0, 16 * t.atoms, rows):
-            row = place.row + first + own
-            query = work.m_block * t.tile_m + row
-            if query < seqlen_q:
-                target = ((Int64(work.batch) * seqlen_q + query) * heads + work.head) * width
-                for unit in cutlass.range_constexpr(out.units):
-                    column = unit * out.unit + chunk * CHUNK
-                    if column < width:
-                        words = shared_words(out.base + out.chunk(row, chunk) + unit * out.unit_bytes, 4)
-                        address = dev.o + (target + column) * 2
-                        cute.make_tensor(at(Int32, address, 16), cute.make_layout(4)).store(words.load())
+            outlet.stage(atom.O, row)
+        row_bytes = Int64(heads) * width * 2
+        first_row = Int64(work.batch) * seqlen_q + first_query
+        address = dev.o + first_row * row_bytes + Int64(work.head) * (2 * width)
+        outlet.store(place.row, 16 * t.atoms, address, row_bytes, seqlen_q - first_query, width)
 
 
 def operand_again(tensor):
     return cute.make_tensor(
         tensor.iterator, cute.make_layout((*map(again, tensor.shape),), stride=(*map(again, tensor.stride[:-1]), 1))
     )
-
-
-def shared_words(address, count):
-    """`count` 32-bit words at a shared address."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(pointer, cute.make_layout(count))
