@@ -24,7 +24,7 @@ from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.spec.arch import SM90, ArchSpec
 from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import DTYPES, HALF, PHASES, Traits
-from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, Sm80FwdTile, TileTable
+from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, Sm80BwdTile, Sm80FwdTile, TileTable
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -176,6 +176,7 @@ TILE_COLUMNS: dict[type, dict[str, Callable]] = {
         "O staged in": lambda tile: STAGED[tile.output],
     },
     BwdTile: {"consumer warpgroups": lambda tile: str(tile.num_consumers)},
+    Sm80BwdTile: {},
     Sm80FwdTile: {
         "stages": lambda tile: str(tile.num_stages),
         "queries of a warp": lambda tile: str(16 * tile.atoms),

@@ -30,6 +30,7 @@ CATALOG: tuple[KernelSpec, ...] = (
         note="PyTorch emulation of FP8 products",
     ),
     sm90.BACKWARD,
+    sm80.BACKWARD,
     KernelSpec(
         name="reference.backward",
         phase=BWD,

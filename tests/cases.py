@@ -20,7 +20,7 @@ import torch
 from flashattn_hopper.arguments import TORCH_DTYPES
 from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import DTYPES, Shape, Traits
-from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile, Sm80FwdTile, Tile
+from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile, Sm80BwdTile, Sm80FwdTile, Tile
 
 # Where the GPU tests run and what they ask for.
 DEVICE, BACKEND = "cuda", "sm90"
@@ -103,6 +103,8 @@ def variant_id(variant) -> str:
 
 
 def tile_id(tile: Tile) -> str:
+    if isinstance(tile, Sm80BwdTile):
+        return f"{tile.tile_m}x{tile.tile_n}"
     if isinstance(tile, Sm80FwdTile):
         return f"{tile.tile_m}x{tile.tile_n}-w{tile.num_warps}-s{tile.num_stages}{'-rq' * tile.q_in_registers}"
     if isinstance(tile, BwdTile):

@@ -17,7 +17,7 @@ from flashattn_hopper.spec.tile import Sm80FwdTile
 
 _toolchain.import_cute(SM80.target)
 
-from flashattn_hopper.kernels.sm80 import copies, epilogue, forward, mainloop, pipeline, shared, warp  # noqa: E402
+from flashattn_hopper.kernels.sm80 import copies, epilogue, forward, mainloop, pipeline, products, shared, warp  # noqa: E402
 
 LANES = np.arange(32)
 BASE = 4096
@@ -171,6 +171,28 @@ def test_products_of_a_tile(memory, dims, tile):
             expected = Q[first : first + 16] @ K.T
             assert (matrix(s, tile.tile_n) == expected).all()
             assert (matrix(atom.O, dims[1]) == expected @ V).all()
+
+
+@pytest.mark.parametrize("dims, tile", [(row.dims, row.tile) for row in specs.BACKWARD_TILES], ids=str)
+def test_products_of_the_backward(memory, dims, tile):
+    """S and dP of rows that stay, and what P and dS add to a gradient, as both of its kernels have them."""
+    rng = np.random.default_rng(0)
+    integers = lambda *shape: rng.integers(-3, 4, shape).astype(float)
+    stay, come = integers(tile.tile_n, dims[0]), integers(tile.tile_m, dims[0])
+    one = shared.Swizzled(BASE, tile.tile_n, dims[0])
+    ring = shared.Swizzled(one.stage(1), tile.tile_m, dims[0])
+    filled(memory, one, 0, stay)
+    filled(memory, ring, 1, come)
+    parts = products.Products(None, tile.tile_m)
+    for first in range(0, tile.tile_n, 16):
+        resident = shared.Reader(one, shared.rows_first(one, LANES, first))
+        S = parts.scores(resident, shared.Reader(ring, shared.columns_first(ring, LANES)), dims[0], 1)
+        expected = stay[first : first + 16] @ come.T
+        assert (matrix(S, tile.tile_m) == expected).all()
+        words = [np.stack(S[2 * i : 2 * i + 2], -1) for i in range(len(S) // 2)]
+        acc = products.fragment(dims[0])
+        parts.add(acc, words, shared.Reader(ring, shared.rows_first(ring, LANES), transpose=True), dims[0], 1)
+        assert (matrix(acc, dims[0]) == expected @ come).all()
 
 
 class Recorded:

@@ -8,12 +8,12 @@ import torch
 
 from flashattn_hopper import hopper_attention, jit, planner, runner
 from flashattn_hopper.catalog import CATALOG
-from flashattn_hopper.kernels.common.operands import FwdOperands
+from flashattn_hopper.kernels.common.operands import BwdOperands, FwdOperands
 from flashattn_hopper.kernels.sm80 import specs as sm80
 from flashattn_hopper.spec.arch import SM80, SM86, SM90, SM100, SM120, ArchSpec
 from flashattn_hopper.spec.mask import Band
 from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Traits
-from flashattn_hopper.spec.tile import Sm80FwdTile
+from flashattn_hopper.spec.tile import ROW_PAD, Sm80BwdTile, Sm80FwdTile
 
 from . import cases
 
@@ -103,10 +103,17 @@ def test_one_kernel_for_each_target_in_the_cache():
     assert len({tuple(sorted(key.items())) for key in keys}) == len(ARCHS)
 
 
-def test_its_backward_is_the_automatic_one():
-    traits = replace(D128, phase=BWD)
+def test_its_backward_is_sm80_s_or_the_automatic_one():
+    traits = replace(D128, phase=BWD, headdim=72, headdim_v=40, gqa=True, deterministic=True)
     for capability in TARGETS:
-        assert planner.plan(traits, capability, "sm80", SHAPE).spec.name == "reference.backward"
+        chosen = planner.plan(traits, capability, "sm80", SHAPE)
+        assert (chosen.spec.name, chosen.traits) == ("sm80.backward", Traits(BWD, "bf16", 96, 96))
+        assert chosen.spec.arch.target == TARGETS[capability]
+        wide = replace(traits, headdim=136)
+        assert planner.plan(wide, capability, "sm80", SHAPE).spec.name == "reference.backward"
+        assert "at most 128 and 128" in planner.refusals(wide, capability, "sm80")["sm80.backward"]
+        automatic = planner.plan(traits, capability, "auto", SHAPE).spec.name
+        assert automatic == "reference.backward"
 
 
 # Tiles
@@ -253,3 +260,49 @@ def test_nothing_to_compute_launches_nothing(monkeypatch, sizes):
     problem = AttentionProblem(Traits(FWD, "bf16", 64, 64, gqa=True), shape, Band(), 0.125)
     out, lse = runner.prepare(problem, "sm80", q, k, v)(q, k, v)
     assert out.shape == q.shape and not out.any() and bool((lse == -float("inf")).all())
+
+
+# The backward
+
+
+@pytest.mark.parametrize("arguments", [{"tile_m": 48}, {"tile_m": 256}, {"tile_n": 96}, {"tile_n": 256}], ids=str)
+def test_a_backward_tile_names_the_field_that_is_wrong(arguments):
+    (field,) = arguments
+    with pytest.raises(ValueError, match=f"Sm80BwdTile: {field}=.*allowed: "):
+        Sm80BwdTile(**({"tile_m": 32} | arguments))
+
+
+def test_shared_memory_and_workspace_of_the_backward():
+    traits = Traits(BWD, "bf16", 128, 128)
+    tile = Sm80BwdTile(32)
+    assert tile.smem_bytes(traits) == 2 * (128 + 2 * 32) * 256 <= SM86.smem_bytes
+    assert tile.num_threads == 32 * 128 // 16 and tile.num_threads * tile.registers[0] <= SM86.registers
+    assert tile.workspace_floats(256, 128) == 512
+    assert ROW_PAD % tile.tile_n == ROW_PAD % tile.tile_m == 0, "a tile would straddle the statistics of two heads"
+    with pytest.raises(ValueError, match="131,072 B of shared memory; sm86 has 101,376"):
+        Sm80BwdTile(64).check(SM86, traits)
+    with pytest.raises(ValueError, match="copied in rounds of 64 rows"):
+        Sm80BwdTile(32).check(SM86, Traits(BWD, "bf16", 96, 96))
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_every_arch_has_a_backward_tile_that_fits(arch):
+    there = sm80.BACKWARD.on(arch.capability)
+    assert there.arch is arch and there.tiles == sm80.BACKWARD.tiles
+    for row in there.tiles:
+        row.tile.check(arch, Traits(BWD, "bf16", *row.dims))
+
+
+def test_a_backward_launch_gets_its_operands(monkeypatch):
+    sent = []
+    q = torch.ones(2, 5, 4, 72, dtype=torch.bfloat16)
+    k, v = torch.ones(2, 2, 9, 2, 72, dtype=torch.bfloat16)
+    out, lse = torch.ones_like(q), torch.ones(2, 4, 5)
+    traits = Traits(BWD, "bf16", 72, 72, "window", gqa=True)
+    problem = AttentionProblem(traits, SHAPE, Band(3, 1), 0.125)
+    chosen = planner.plan(traits, (8, 6), "sm80", SHAPE)
+    grads = runner.launch_backward(sent.append, chosen, problem, torch.ones_like(q), None, q, k, v, out, lse)
+    (operands,) = map(BwdOperands._make, sent)
+    assert operands.q is q and (operands.o, operands.lse, operands.dlse) == (out.data_ptr(), lse.data_ptr(), 0)
+    assert [operands.dq, operands.dk, operands.dv] == [grad.data_ptr() for grad in grads]
+    assert operands[11:] == (0.125, 3, 1, None)

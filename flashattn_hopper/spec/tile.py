@@ -236,6 +236,52 @@ class Sm80FwdTile:
             yield tile
 
 
+@dataclass(frozen=True)
+class Sm80BwdTile:
+    """One way to cut the Ampere backward: tile_n keys stay, tiles of tile_m queries stream by in two stages; for dQ,
+    which has a kernel of its own, tile_n queries stay and tiles of tile_m keys stream by. A warp for each 16 rows that
+    stay.
+    """
+
+    tile_m: int
+    tile_n: int = 128
+
+    kv_stages = 1  # one thread block for each tile that stays
+
+    def __post_init__(self):
+        for field, allowed in (("tile_m", (16, 32, 64, 128)), ("tile_n", (64, 128))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"Sm80BwdTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
+
+    @property
+    def query_n(self) -> int:
+        return self.tile_m
+
+    @property
+    def num_threads(self) -> int:
+        return 2 * self.tile_n
+
+    @property
+    def registers(self) -> tuple[int]:
+        return (255,)
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """K and V, and Q and dO in two stages; or the other way round."""
+        return BYTES[traits.dtype] * (self.tile_n + 2 * self.tile_m) * (traits.headdim + traits.headdim_v)
+
+    def workspace_floats(self, rows: int, headdim: int) -> int:
+        """For each of `rows` padded query rows: lse and delta."""
+        return 2 * rows
+
+    def check(self, arch: ArchSpec, traits: Traits) -> None:
+        """Raise ValueError, with the budget in the text, where this tile does not fit."""
+        check_smem(self, arch, traits)
+        for width in (traits.headdim, traits.headdim_v):
+            rows = 8 * self.num_threads // copy_unit(width)
+            if width % 32 or self.tile_m % rows or self.tile_n % rows:
+                raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows, 32 columns at a time")
+
+
 def copy_unit(width: int) -> int:
     """Columns that lie together in shared memory where a tile of `width` columns is copied by 16 bytes."""
     return 64 if width % 64 == 0 else 32
@@ -249,7 +295,7 @@ def check_smem(tile: Tile, arch: ArchSpec, traits: Traits) -> None:
         )
 
 
-Tile = FwdTile | BwdTile | Sm80FwdTile
+Tile = FwdTile | BwdTile | Sm80FwdTile | Sm80BwdTile
 
 
 @dataclass(frozen=True)

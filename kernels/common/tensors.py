@@ -8,6 +8,7 @@ from cutlass.cute.typing import AddressSpace
 from flashattn_hopper.spec.mask import Band
 
 from .operands import FwdOperands
+from .work import again
 
 
 def band_of(mask, left, right):
@@ -44,3 +45,9 @@ def forward_arguments(dtype, mask, dynamic):
 def at(dtype, address, align):
     """A pointer into global memory from an address among the operands."""
     return cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
+
+
+def operand_again(tensor):
+    """The same tensor with extents and strides that the compiler does not know: see `again`."""
+    strides = (*map(again, tensor.stride[:-1]), 1)
+    return cute.make_tensor(tensor.iterator, cute.make_layout((*map(again, tensor.shape),), stride=strides))

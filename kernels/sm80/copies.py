@@ -38,11 +38,14 @@ class Rows:
     row: Int32
     sizes: tuple
 
-    def copy(self, block, stage, ragged):
-        """Start copying tile `block` into a stage. `ragged`: rows beyond seqlen may be in it; they become zeros."""
+    def copy(self, block, stage, ragged, offset=0):
+        """Start copying tile `block` into a stage. `ragged`: rows beyond seqlen may be in it; they become zeros.
+
+        `offset`: bytes to the same tile of another head.
+        """
         t = self.tile
         target = self.target + stage * t.stage_bytes
-        source = self.source + Int64(block * t.rows) * self.stride
+        source = self.source + Int64(block * t.rows) * self.stride + offset
         left = self.seqlen - block * t.rows - self.row
         # Why a sum: multiples of the stride would be kept in registers through the main loop.
         step = self.round * self.stride
@@ -53,6 +56,18 @@ class Rows:
                 place = target + (first * t.row_bytes + unit * t.unit_bytes)
                 copy_chunk(place, source + unit * t.row_bytes, size)
             source = source + step
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two tensors whose tiles travel together."""
+
+    one: Rows
+    other: Rows
+
+    def copy(self, block, stage, ragged):
+        self.one.copy(block, stage, ragged)
+        self.other.copy(block, stage, ragged)
 
 
 def rows_of(tensor, head, batch, tile, tidx, num_threads):

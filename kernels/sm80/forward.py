@@ -28,7 +28,7 @@ from ..common.convert import ELEMENT
 from ..common.mask import BandMask
 from ..common.operands import FwdOperands
 from ..common.softmax import CEILING, LOG2_E, Softmax
-from ..common.tensors import at, band_of, forward_arguments
+from ..common.tensors import at, band_of, forward_arguments, operand_again
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, again, order_of, thread_again
 from .copies import rows_of
@@ -206,9 +206,3 @@ class Forward:
         first_row = Int64(work.batch) * seqlen_q + first_query
         address = dev.o + first_row * row_bytes + Int64(work.head) * (2 * width)
         outlet.store(place.row, 16 * t.atoms, address, row_bytes, seqlen_q - first_query, width)
-
-
-def operand_again(tensor):
-    return cute.make_tensor(
-        tensor.iterator, cute.make_layout((*map(again, tensor.shape),), stride=(*map(again, tensor.stride[:-1]), 1))
-    )
