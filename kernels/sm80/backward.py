@@ -35,7 +35,7 @@ from ..common.work import DeviceArith, Extent, HeadMap, InOrder, again, order_of
 from .copies import Both, rows_of
 from .epilogue import Outlet
 from .pipeline import Staged, landed
-from .products import Products, differentiate, fragment, packed
+from .products import Products, differentiate, fragment, packed, scale
 from .shared import Reader, Swizzled, columns_first, rows_first
 
 PREPARE_THREADS = 256
@@ -262,8 +262,7 @@ class Backward:
             self.key_tile(dev, readers, mask, segments, dK, dV, batch * heads + head + member, m, slot, lane)
             slot = slot ^ 1
         landed(0)  # K and V too, where no query sees these keys
-        for i in cutlass.range_constexpr(cute.size(dK)):
-            dK[i] = dK[i] * dev.scale
+        scale(dK, dev.scale)
         k, v = operand_again(dev.k), operand_again(dev.v)
         _, lane, first = self.place(thread_again())
         n_block, kv_head, batch = self.key_work(dev._replace(k=k), again(cute.arch.block_idx()[0]))
@@ -339,8 +338,7 @@ class Backward:
             dev.scale * LOG2_E,
         )
         Walk(band).kv(segments, hooks, Int32(0))
-        for i in cutlass.range_constexpr(cute.size(dQ)):
-            dQ[i] = dQ[i] * dev.scale
+        scale(dQ, dev.scale)
         self.store(dQ, sQ, dq, d, (batch, seqlen_q, heads), head, m_block, lane, first)
 
     def store(self, acc, tile, address, width, extents, head, block, lane, first):

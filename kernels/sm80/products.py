@@ -19,6 +19,11 @@ def fragment(width):
     return acc
 
 
+def scale(acc, factor):
+    for i in range(cute.size(acc)):
+        acc[i] = acc[i] * factor
+
+
 def packed(s, dtype):
     """A fragment as words: the A operand of the next product."""
     p = cute.make_rmem_tensor(cute.size(s), dtype)
