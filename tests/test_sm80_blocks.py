@@ -9,14 +9,15 @@ import types
 import numpy as np
 import pytest
 
-from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.mask import Band, PythonArith, Seqlens
 from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.spec.tile import Sm80BwdTile, Sm80FwdTile
 
 from .test_sm80_fragments import BASE, LANES, Fragment, filled, matrix, memory  # noqa: F401
 
 from flashattn_hopper.kernels.common import mask, softmax, walk  # isort: skip
-from flashattn_hopper.kernels.sm80 import backward, mainloop, products, shared  # isort: skip
+from flashattn_hopper.kernels.common.work import Work  # isort: skip
+from flashattn_hopper.kernels.sm80 import backward, forward, mainloop, products, shared  # isort: skip
 
 BANDS = {"full": Band(), "causal": Band(None, 0), "window": Band(37, 11), "negative": Band(60, -5)}
 SEQLENS = [(1, 1), (150, 210), (210, 150), (70, 33)]
@@ -53,9 +54,16 @@ def device(monkeypatch, memory):  # noqa: F811
         range_constexpr=range,
     )
     pairs = lambda s, dtype=None: [np.stack(s[2 * i : 2 * i + 2], -1) for i in range(len(s) // 2)]
-    for module in (mask, softmax, walk, mainloop, products, backward):
-        for name, value in {"cute": cute, "cutlass": cutlass, "const_expr": same, "Float32": same, "Int32": same}.items():
+    for module in (mask, softmax, walk, mainloop, products, forward, backward):
+        for name, value in {
+            "cute": cute,
+            "cutlass": cutlass,
+            "const_expr": same,
+            "Float32": same,
+            "Int32": same,
+        }.items():
             monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setattr(forward, "DeviceArith", PythonArith)
     monkeypatch.setattr(mainloop.InOrder, "packed", lambda self, s: pairs(s))
     for module in (products, backward):
         monkeypatch.setattr(module, "packed", pairs)
@@ -63,6 +71,7 @@ def device(monkeypatch, memory):  # noqa: F811
         (softmax.Softmax, "update", "settle", "finish"),
         (mainloop.InOrder, "begin", "first_update"),
         (walk.Walk, "kv"),
+        (forward.Forward, "attempt"),
         (backward.Queries, "begin"),
         (backward.Backward, "key_tile"),
     ]
@@ -117,43 +126,48 @@ def dense(q, k, v, band, seqlens, scale):
         return P, P @ v, (np.log(total) + top)[:, 0]
 
 
+class Tensor:
+    """An operand (B, S, H, D) of one head, as far as a kernel looks at it."""
+
+    def __init__(self, values):
+        self.values, self.shape = values, (1, len(values), 1, values.shape[1])
+
+
 @each_mask
 @each_length
 @pytest.mark.parametrize("tile", [Sm80FwdTile(64, 32), Sm80FwdTile(128, 32, q_in_registers=True)], ids=str)
 @pytest.mark.parametrize("exact", [False, True], ids=["optimistic", "exact"])
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-def test_the_forward_of_a_block(device, tile, band, seqlens, exact):
+def test_the_forward_of_a_block(device, monkeypatch, tile, band, seqlens, exact):
     seqlens, headdim, scale = Seqlens(*seqlens), 64, 0.11
     q, k, v, _ = made(seqlens, headdim)
     _, out, lse = dense(q, k, v, band, seqlens, scale)
     sQ = shared.Swizzled(BASE, tile.tile_m, headdim)
     sK = shared.Swizzled(sQ.stage(1), tile.tile_n, headdim)
     sV = shared.Swizzled(sK.stage(tile.num_stages), tile.tile_n, headdim)
+    kernel = forward.Forward(Traits("fwd", "bf16", headdim, headdim, "window"), tile)
+    dev = types.SimpleNamespace(q=Tensor(q), k=Tensor(k), v=Tensor(v))
+    monkeypatch.setattr(kernel, "band", lambda dev: band, raising=False)
+    monkeypatch.setattr(forward, "rows_of", lambda tensor, head, batch, tile, tidx, threads: (tile, tensor.values))
+
+    def staged(query, key, value, m_block, last, stages=1):
+        put(device, *query[:1], 0, query[1], m_block)
+        return AtOnce(device, (key[0], value[0]), (key[1], value[1]), stages)
+
+    monkeypatch.setattr(forward, "Staged", staged)
     scale_log2 = scale * math.log2(math.e)
     for m_block in range(-(-seqlens.q // tile.tile_m)):
-        put(device, sQ, 0, q, m_block)
-        segments = band.kv_tiles(m_block, tile, seqlens)
-        partial = segments.end > segments.full_end or segments.full_begin >= segments.end
         for w in range(tile.num_warps):
-            atoms, first = [], w * 16 * tile.atoms
-            for i in range(tile.atoms):
-                row = m_block * tile.tile_m + first + LANES // 4 + 16 * i
-                atoms.append(
-                    mainloop.Atom(
-                        softmax.Softmax(Fragment([None] * 2), Fragment([None] * 2), scale_log2, 2.0**40),
-                        Fragment([None] * (headdim // 2)),
-                        mask.BandMask(band, tile.tile_n, seqlens, row, 2 * (LANES % 4)),
-                    )
-                )
-            hooks = mainloop.InOrder(
-                None, tile.tile_n, headdim, headdim, AtOnce(device, (sK, sV), (k, v), tile.num_stages),
-                shared.Reader(sQ, shared.rows_first(sQ, LANES, first)),
-                shared.Reader(sK, shared.columns_first(sK, LANES)),
-                shared.Reader(sV, shared.rows_first(sV, LANES), transpose=True),
-                tuple(atoms), int(exact or partial), exact,
-                Fragment([None] * (tile.atoms * headdim // 4)) if tile.q_in_registers else None,
-            )  # fmt: skip
-            walk.Walk(band, exact).kv(segments, hooks, 0)
+            pair = lambda: Fragment([None] * 2)
+            atoms = [
+                mainloop.Atom(softmax.Softmax(pair(), pair(), scale_log2, 2.0**40), Fragment([None] * (headdim // 2)))
+                for _ in range(tile.atoms)
+            ]
+            first = w * 16 * tile.atoms
+            work, place = Work(m_block, 0, 0), forward.Place(None, LANES, first)
+            monkeypatch.setattr(kernel, "anew", lambda dev, found=(work, place): (dev, *found), raising=False)
+            bad = kernel.attempt(dev, forward.Shared(sQ, sK, sV), atoms, exact)
+            assert not bad.any() or exact
             for i, atom in enumerate(atoms):
                 if exact:
                     atom.softmax.bias[:] = [bias * scale_log2 for bias in atom.softmax.bias]
