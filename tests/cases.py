@@ -11,13 +11,17 @@ Lengths come from the tile of the row that is tested, so another tile moves the 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import zlib
 from dataclasses import dataclass, replace
 
 import torch
 
+from flashattn_hopper import _toolchain
 from flashattn_hopper.arguments import TORCH_DTYPES
+from flashattn_hopper.kernels.sm80 import specs as sm80
+from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import DTYPES, Shape, Traits
 from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile, Sm80BwdTile, Sm80FwdTile, Tile
@@ -75,6 +79,16 @@ class Case:
 
 def mask_arguments(mask: str, window=None) -> dict:
     return {"full": {}, "causal": {"causal": True}, "window": {"window_size": window}}[mask]
+
+
+def device_code(*names):
+    """Modules of flashattn_hopper.kernels, such as "sm80.copies".
+
+    Trap: the first import of cutlass fixes the target that a process can load kernels for, so it is this GPU's.
+    """
+    here = sm80.FORWARD.on(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    _toolchain.import_cute((here.arch if here else SM90).target)
+    return [importlib.import_module(f"flashattn_hopper.kernels.{name}") for name in names]
 
 
 # The matrix

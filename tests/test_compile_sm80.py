@@ -5,7 +5,7 @@ All variants for sm_80; for the others two: few and many registers, one stage an
 
 import pytest
 
-from flashattn_hopper import _toolchain, jit
+from flashattn_hopper import jit
 from flashattn_hopper.kernels.sm80 import specs as sm80
 from flashattn_hopper.spec.problem import Traits
 
@@ -92,7 +92,7 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
 
 def smem_of(monkeypatch):
     """A list that gets the bytes of dynamic shared memory of each kernel that is traced from now on."""
-    _toolchain.import_cute(SPEC.arch.target)  # Trap: the first import of cutlass fixes the target it can load
+    cases.device_code()
     from cutlass.memory import SmemAllocator
 
     sizes, allocate = [], SmemAllocator.allocate

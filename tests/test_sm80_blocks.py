@@ -13,11 +13,19 @@ from flashattn_hopper.spec.mask import Band, PythonArith, Seqlens
 from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.spec.tile import Sm80BwdTile, Sm80FwdTile
 
-from .test_sm80_fragments import BASE, LANES, Fragment, filled, matrix, memory  # noqa: F401
+from . import cases
+from .test_sm80_fragments import BASE, LANES, Fragment, device_code, filled, matrix, memory  # noqa: F401
 
-from flashattn_hopper.kernels.common import mask, softmax, walk  # isort: skip
-from flashattn_hopper.kernels.common.work import Work  # isort: skip
-from flashattn_hopper.kernels.sm80 import backward, forward, mainloop, products, shared  # isort: skip
+# Modules of kernels/common and kernels/sm80, imported when a test runs: see cases.device_code.
+mask = softmax = walk = work = backward = forward = mainloop = products = shared = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def more_device_code():
+    common = [f"common.{name}" for name in ("mask", "softmax", "walk", "work")]
+    names = [*common, *(f"sm80.{name}" for name in ("backward", "forward", "mainloop", "products", "shared"))]
+    globals().update(zip((name.split(".")[1] for name in names), cases.device_code(*names)))
+
 
 BANDS = {"full": Band(), "causal": Band(None, 0), "window": Band(37, 11), "negative": Band(60, -5)}
 SEQLENS = [(1, 1), (110, 170), (170, 70)]
@@ -164,8 +172,8 @@ def test_the_forward_of_a_block(device, monkeypatch, tile, band, seqlens, exact)
                 for _ in range(tile.atoms)
             ]
             first = w * 16 * tile.atoms
-            work, place = Work(m_block, 0, 0), forward.Place(None, LANES, first)
-            monkeypatch.setattr(kernel, "anew", lambda dev, found=(work, place): (dev, *found), raising=False)
+            at, place = work.Work(m_block, 0, 0), forward.Place(None, LANES, first)
+            monkeypatch.setattr(kernel, "anew", lambda dev, found=(at, place): (dev, *found), raising=False)
             bad = kernel.attempt(dev, forward.Shared(sQ, sK, sV), atoms, exact)
             assert not bad.any() or exact
             for i, atom in enumerate(atoms):

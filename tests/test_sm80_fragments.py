@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_hopper import _toolchain
 from flashattn_hopper.kernels.sm80 import specs
-from flashattn_hopper.spec.arch import SM80
 from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.spec.tile import Sm80FwdTile
 
-_toolchain.import_cute(SM80.target)
+from . import cases
 
-from flashattn_hopper.kernels.sm80 import copies, epilogue, forward, mainloop, pipeline, products, shared, warp  # noqa: E402
+# Modules of kernels/sm80, imported when a test runs: see cases.device_code.
+copies = epilogue = forward = mainloop = pipeline = products = shared = warp = None
 
 LANES = np.arange(32)
 BASE = 4096
@@ -26,6 +25,12 @@ TILES = {
     (dims, tile): None for table in (specs.LARGE, specs.SMALL) for dims, tile in ((row.dims, row.tile) for row in table)
 } | {((64, 64), Sm80FwdTile(64, 32)): None, ((96, 96), Sm80FwdTile(128, 64, num_warps=8, num_stages=3)): None}
 each_tile = pytest.mark.parametrize("dims, tile", TILES, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_code():
+    names = ("copies", "epilogue", "forward", "mainloop", "pipeline", "products", "shared", "warp")
+    globals().update(zip(names, cases.device_code(*(f"sm80.{name}" for name in names))))
 
 
 class Memory:
