@@ -58,8 +58,8 @@ def hopper_attention(
         return_lse: also return the natural logarithm of the softmax denominator, float32 (float64 where computed in
             float64). It is differentiable.
         deterministic: results repeat bit by bit; torch.use_deterministic_algorithms(True) sets it too.
-        backend: "auto", "sm90" (Hopper kernels), "reference" (tiled PyTorch). CPU tensors take the reference, CUDA
-            tensors never do unless it is named.
+        backend: "auto", "sm90" (Hopper kernels), "sm80" (kernels for Ampere and newer), "reference" (tiled PyTorch).
+            CPU tensors take the reference, CUDA tensors never do unless it is named.
 
     Returns out, in the dtype of q (of autocast where it is on), or (out, lse).
 

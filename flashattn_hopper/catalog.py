@@ -1,5 +1,6 @@
 """The ordered tuple of all kernels: the one capability table. The first row that does not refuse is chosen."""
 
+from .kernels.sm80 import specs as sm80
 from .kernels.sm90 import specs as sm90
 from .spec.kernel import KernelSpec
 from .spec.problem import BWD, FWD
@@ -9,6 +10,7 @@ _FEATURES = frozenset({"gqa", "deterministic"})
 
 CATALOG: tuple[KernelSpec, ...] = (
     sm90.FORWARD,
+    sm80.FORWARD,
     KernelSpec(
         name="reference.forward",
         phase=FWD,
@@ -28,6 +30,7 @@ CATALOG: tuple[KernelSpec, ...] = (
         note="PyTorch emulation of FP8 products",
     ),
     sm90.BACKWARD,
+    sm80.BACKWARD,
     KernelSpec(
         name="reference.backward",
         phase=BWD,

@@ -194,7 +194,8 @@ def test_c30_explain_says_which_path_and_why():
     said = explain(q, k, v, causal=True)
     assert (said.kernel, said.backend, said.backward) == ("reference.forward", "reference", "reference.backward")
     assert said.slug == said.compiled == "fwd.bf16.d72.causal.gqa" and said.tile is None
-    assert dict(said.refused) == {"sm90.forward": "needs sm_90, the tensors are on cpu"}
+    assert said.refused[0] == ("sm90.forward", "needs sm_90, the tensors are on cpu")
+    assert {name for name, _ in said.refused} == {"sm90.forward", "sm80.forward"}
     for words in (said.slug, "reference.forward", "backward: tiled PyTorch recomputation", "needs sm_90"):
         assert words in str(said)
 

@@ -1,4 +1,7 @@
-"""Every variant of the catalog compiles without a GPU, and its machine code has what a fast kernel must have."""
+"""Every Hopper variant compiles without a GPU, and its machine code has what a fast kernel must have.
+
+Those of other archs have files of their own; the matrix at the end is of the whole catalog.
+"""
 
 import itertools
 from dataclasses import replace
@@ -11,7 +14,7 @@ from flashattn_hopper.arguments import TORCH_DTYPES, check, problem_of
 from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.kernels.common.operands import BwdOperands, FwdOperands
 from flashattn_hopper.kernels.sm90 import specs as sm90
-from flashattn_hopper.spec.problem import BWD, FWD, Traits
+from flashattn_hopper.spec.problem import BWD, Traits
 
 from . import cases
 from .fake_cuda import accepts
@@ -20,7 +23,7 @@ from .inspect_cubin import count_instructions, inspect, inspect_all
 KERNELS = [spec for spec in CATALOG if spec.arch is not None]
 VARIANTS = [variant for spec in KERNELS for variant in cases.variants(spec)]
 OTHERS = cases.other_variants(sm90.FORWARD)
-FORWARDS, BACKWARDS = ([variant for variant in VARIANTS if variant[0].phase == phase] for phase in (FWD, BWD))
+FORWARDS, BACKWARDS = (cases.variants(spec) for spec in (sm90.FORWARD, sm90.BACKWARD))
 
 # Registers of a thread at launch: what 65536 allow, in eights, for so many threads; hand-overs start from there.
 LAUNCH_REGISTERS = {256: 255, 384: 168, 512: 128}

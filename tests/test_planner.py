@@ -133,8 +133,8 @@ def test_every_tile_row_is_reached(row):
 
 
 def test_refusals_name_only_rows_of_the_phase():
-    assert set(planner.refusals(D128, None)) == {"sm90.forward"}
-    assert set(planner.refusals(replace(D128, phase=BWD), None)) == {"sm90.backward"}
+    assert set(planner.refusals(D128, None)) == {"sm90.forward", "sm80.forward"}
+    assert set(planner.refusals(replace(D128, phase=BWD), None)) == {"sm90.backward", "sm80.backward"}
 
 
 def test_capability_of_the_cpu():

@@ -154,7 +154,7 @@ def explain(
     window_left: Annotated[int | None, typer.Option(help="keys before the diagonal; None: all")] = None,
     window_right: Annotated[int | None, typer.Option(help="keys behind the diagonal; None: all")] = None,
     deterministic: bool = False,
-    backend: Annotated[str, typer.Option(help="auto, sm90 or reference")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, sm90, sm80 or reference")] = "auto",
     device: Annotated[Device, typer.Option(help="auto: a CUDA GPU if torch sees one")] = Device.auto,
 ):
     """Say which kernels would run for tensors of this shape on this machine, and why."""

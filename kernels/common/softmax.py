@@ -13,11 +13,11 @@ mask use it: they subtract the bias known before the tile (`update_optimistic`),
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 LN_2 = math.log(2.0)
 LOG2_E = math.log2(math.e)
@@ -57,11 +57,19 @@ def probability(x):
 
 
 @dataclass(frozen=True)
+class Synchronous:
+    """Matrix products that are done when the next instruction reads their result."""
+
+    def drain(self): ...
+
+
+@dataclass(frozen=True)
 class Softmax:
     bias: cute.Tensor
     row_sum: cute.Tensor
     scale_log2: Float32
     ceiling: float
+    products: Any = Synchronous()  # `drain` waits for those that add to O
 
     def reset(self):
         self.bias.fill(-math.inf)
@@ -125,9 +133,9 @@ class Softmax:
 
     @cute.jit
     def settle(self, X, O):
-        """After an optimistic tile: if a sum got large, move its bias by an exact power of two. Drains WGMMA if so."""
+        """After an optimistic tile: if a sum got large, move its bias by an exact power of two."""
         if cute.arch.vote_any_sync(cute.arch.fmax(self.row_sum[0], self.row_sum[1]) > self.ceiling):
-            warpgroup.wait_group(0)
+            self.products.drain()
             factor = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
                 top = quad(cute.arch.fmax, self.row_sum[r])

@@ -20,7 +20,6 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from flashattn_hopper.spec.mask import Seqlens
@@ -31,9 +30,10 @@ from ..common.mask import BandMask
 from ..common.operands import FwdOperands
 from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LOG2_E, Softmax
+from ..common.tensors import at, band_of, forward_arguments
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
-from .mainloop import Loads, Overlapped
+from .mainloop import Asynchronous, Loads, Overlapped
 from .pipeline import (
     EPILOGUE_BARRIER,
     NoTurns,
@@ -44,7 +44,7 @@ from .pipeline import (
     first_slot,
     round_barrier,
 )
-from .tensors import SLAB, at, band_of, fake_operand, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 
 class Device(NamedTuple):
@@ -101,23 +101,7 @@ class Forward:
         self.dynamic = tile.schedule == "dynamic"
 
     def arguments(self):
-        """Fake operands for the compiler. One compile serves every batch, length, head count and 16-byte stride."""
-        B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
-        operand = lambda *shape: fake_operand(self.dtype, B, *shape)
-        window = self.traits.mask == "window"
-        operands = FwdOperands(
-            q=operand(Sq, Hq, D),
-            k=operand(Sk, Hk, D),
-            v=operand(Sk, Hk, Dv),
-            o=Int64(0),
-            lse=Int64(0),
-            softmax_scale=Float32(1.0),
-            window_left=Int32(0) if window else None,
-            window_right=Int32(0) if window else None,
-            num_ctas=Int32(1) if self.dynamic else None,
-            tickets=Int64(0) if self.dynamic else None,
-        )
-        return operands, make_fake_stream(use_tvm_ffi_env_stream=True)
+        return forward_arguments(self.dtype, self.traits.mask, self.dynamic)
 
     # ---------------------------------------------------------------------------------------------- host half
     @cute.jit
@@ -319,7 +303,7 @@ class Forward:
             dev.mma_pv,
             *rings[:3],
             turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),
-            softmax=Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype]),
+            softmax=Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous()),
             rQ=dev.mma_qk.make_fragment_A(thr_qk.partition_A(smem.Q)),
             rK=dev.mma_qk.make_fragment_B(thr_qk.partition_B(smem.K)),
             rV=dev.mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),

@@ -28,10 +28,11 @@ from ..common.convert import ELEMENT, to_half
 from ..common.mask import ColumnMask
 from ..common.schedule import Board
 from ..common.softmax import LOG2_E
+from ..common.tensors import at, band_of
 from ..common.work import DeviceArith, Extent, InOrder, Place, longest_first, thread_again
 from .key_products import Products
 from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
-from .tensors import SLAB, at, band_of, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 
 class Work(NamedTuple):

@@ -30,6 +30,14 @@ def gemm(tiled_mma, acc, a, b, zero):
 
 
 @dataclass(frozen=True)
+class Asynchronous:
+    """Products of warpgroups: O may be touched once every group has finished."""
+
+    def drain(self):
+        warpgroup.wait_group(0)
+
+
+@dataclass(frozen=True)
 class Loads:
     """Producer warp. K runs one tile ahead of V, as the consumers want them; Q comes slab by slab, 64 rows each.
 

@@ -1,32 +1,12 @@
-"""Tensors as the Hopper kernels hold them: operands, swizzled shared memory, TMA slices, slabs of one warpgroup."""
+"""Tensors as the Hopper kernels hold them: swizzled shared memory, TMA slices, slabs of one warpgroup."""
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
-from cutlass.cute.typing import AddressSpace
 from cutlass.tensor_utils import LayoutEnum
 
-from flashattn_hopper.spec.mask import Band
-
 SLAB = 64  # rows of one warpgroup: the M of its matrix instruction
-
-
-def band_of(mask, left, right):
-    """The band of a compile-time mask kind; `left` and `right` are the run-time edges of a window."""
-    return {"full": Band(), "causal": Band(None, 0)}.get(mask) or Band(left, right)
-
-
-def fake_operand(dtype, batch, seqlen, heads, headdim):
-    """(B, S, H, D) for the compiler: any extents, a contiguous last dimension, other strides multiples of 16 bytes."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-    return make_fake_tensor(dtype, (batch, seqlen, heads, headdim), strides, assumed_align=16)
-
-
-def at(dtype, address, align):
-    """A pointer into global memory from an address among the operands."""
-    return cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
 
 
 def staged(dtype, rows, width, stages, unit=None):

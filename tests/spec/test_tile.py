@@ -82,7 +82,7 @@ def test_candidates_fit_and_include_the_table(dims):
     assert len(candidates) == len(set(candidates)) > 0
     for tile in candidates:
         tile.check(SM90, traits)
-    for spec in (spec for spec in TILED if spec.phase == FWD):
+    for spec in (spec for spec in TILED if spec.phase == FWD and spec.arch is SM90):
         assert {row.tile for row in spec.tiles.rows_for(traits)} <= set(candidates), "bench/tune.py would miss it"
 
 
