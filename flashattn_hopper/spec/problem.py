@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .mask import Band, Seqlens
 
-FWD, BWD = "fwd", "bwd"
+FWD, BWD, QUANTIZE = "fwd", "bwd", "quantize"
 PHASES = (FWD, BWD)
 DTYPES = ("fp16", "bf16", "fp8", "fp32", "fp64")
 HALF = frozenset({"fp16", "bf16"})
@@ -57,6 +57,32 @@ class Traits:
         if traits.slug != slug:
             raise ValueError(f"{slug!r} is not a traits slug; {traits.slug!r} is")
         return traits
+
+
+@dataclass(frozen=True)
+class QuantizeTraits:
+    """What is compiled into the quantizer: the dtype of its inputs, exact head dimensions, and the recipe."""
+
+    dtype: str
+    headdim: int
+    headdim_v: int
+    hadamard: bool = True
+    smooth_k: bool = True
+    int8_qk: bool = False
+
+    def __post_init__(self):
+        if self.dtype not in HALF:
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(sorted(HALF))}")
+        for name in ("headdim", "headdim_v"):
+            width = getattr(self, name)
+            if width % 16 or not 16 <= width <= 256:
+                raise ValueError(f"{name}={width}: allowed are multiples of 16 up to 256")
+
+    @property
+    def slug(self) -> str:
+        dims = f"d{self.headdim}" if self.headdim == self.headdim_v else f"d{self.headdim}x{self.headdim_v}"
+        words = [word for word in ("hadamard", "int8_qk", "smooth_k") if getattr(self, word)]
+        return ".".join(["quantize", self.dtype, dims, *words])
 
 
 @dataclass(frozen=True)

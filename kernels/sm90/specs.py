@@ -2,7 +2,7 @@
 
 from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import BWD, FWD, HALF
+from flashattn_hopper.spec.problem import BWD, FWD, HALF, QUANTIZE
 from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, TileTable
 
 # Q twice and O in memory of its own: the next query tile is loaded, and the last one stored, under the current one.
@@ -60,4 +60,16 @@ BACKWARD = KernelSpec(
     tiles=BACKWARD_TILES,
     entry="flashattn_hopper.kernels.sm90.backward:Backward",
     on_request="its tests on a GPU are not complete",
+)
+
+# What makes the operands of an FP8 forward. Not a row of the catalog: the planner does not choose it, the forward does.
+QUANTIZER = KernelSpec(
+    name="sm90.quantize",
+    phase=QUANTIZE,
+    arch=SM90,
+    dtypes=HALF,
+    features=frozenset(),
+    multiple=16,
+    entry="flashattn_hopper.kernels.sm90.quantize:Quantize",
+    on_request="it has not run on a GPU yet",
 )
