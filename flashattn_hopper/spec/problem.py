@@ -11,6 +11,7 @@ PHASES = (FWD, BWD)
 DTYPES = ("fp16", "bf16", "fp8", "fp32", "fp64")
 HALF = frozenset({"fp16", "bf16"})
 MASKS = ("full", "causal", "window")
+FEATURES = ("gqa", "deterministic", "int8_qk", "fp16_out")  # boolean fields of Traits
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Traits:
     """The half of a problem that is compiled in.
 
     `mask` is a compile-time class: a causal edge is static, the edges of a window are run-time integers.
+    Of dtype "fp8" only: `int8_qk`, codes of q and k are int8; `fp16_out`, out is FP16 in place of BF16.
     """
 
     phase: str
@@ -27,17 +29,22 @@ class Traits:
     mask: str = "full"
     gqa: bool = False
     deterministic: bool = False
+    int8_qk: bool = False
+    fp16_out: bool = False
 
     def __post_init__(self):
         for name, allowed in (("phase", PHASES), ("dtype", DTYPES), ("mask", MASKS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+        for word in ("int8_qk", "fp16_out"):
+            if getattr(self, word) and self.dtype != "fp8":
+                raise ValueError(f"{word}: only with dtype='fp8', got {self.dtype!r}")
 
     @property
     def features(self) -> frozenset[str]:
         """Words that a kernel must declare to accept these traits."""
-        return frozenset(w for w, on in (("gqa", self.gqa), ("deterministic", self.deterministic)) if on)
+        return frozenset(word for word in FEATURES if getattr(self, word))
 
     @property
     def slug(self) -> str:

@@ -21,6 +21,8 @@ class FwdTile:
     `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
+    Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
+    the other, so that their accumulators share registers.
     """
 
     tile_m: int
@@ -30,6 +32,8 @@ class FwdTile:
     output: str = "q"
     schedule: str = "grid"
     ping_pong: bool = True
+    value_columns: int | None = None
+    serial: bool = False
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -75,6 +79,10 @@ class FwdTile:
             raise ValueError(
                 f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
             )
+        if traits.dtype == "fp8" and (self.output != "own" or 128 % self.tile_n or self.tile_n % 32):
+            raise ValueError(f"{self}: fp8 needs output='own' (out is wider than the codes) and tile_n of 32, 64 or 128")
+        if self.value_columns is not None and (traits.dtype != "fp8" or traits.headdim_v % self.value_columns):
+            raise ValueError(f"{self}: value_columns are a divisor of headdim_v, with fp8; got {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 

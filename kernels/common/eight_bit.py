@@ -32,6 +32,11 @@ def reciprocal(x):
     return Float32(_asm(T.f32(), "rcp.rn.f32 $0, $1;", "=f,f", Float32(x)))
 
 
+def multiply(a, b):
+    """a * b, rounded before anything is added to it."""
+    return Float32(_asm(T.f32(), "mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b)))
+
+
 def quotient(x, d, r):
     """x / d as IEEE rounds it, from r = reciprocal(d): three operations for each of many x.
 
