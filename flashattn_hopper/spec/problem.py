@@ -9,9 +9,10 @@ from .mask import Band, Seqlens
 FWD, BWD, QUANTIZE = "fwd", "bwd", "quantize"
 PHASES = (FWD, BWD)
 DTYPES = ("fp16", "bf16", "fp8", "fp32", "fp64")
-HALF = frozenset({"fp16", "bf16"})
+HALF, FP8 = frozenset({"fp16", "bf16"}), frozenset({"fp8"})
 MASKS = ("full", "causal", "window")
-FEATURES = ("gqa", "deterministic", "int8_qk", "fp16_out")  # boolean fields of Traits
+FP8_FEATURES = ("int8_qk", "fp16_out", "fp32_out")
+FEATURES = ("gqa", "deterministic", *FP8_FEATURES)  # boolean fields of Traits
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Traits:
     """The half of a problem that is compiled in.
 
     `mask` is a compile-time class: a causal edge is static, the edges of a window are run-time integers.
-    Of dtype "fp8" only: `int8_qk`, codes of q and k are int8; `fp16_out`, out is FP16 in place of BF16.
+    Of dtype "fp8" only: `int8_qk`, codes of q and k are int8; `fp16_out` or `fp32_out`, out is not BF16.
     """
 
     phase: str
@@ -31,13 +32,14 @@ class Traits:
     deterministic: bool = False
     int8_qk: bool = False
     fp16_out: bool = False
+    fp32_out: bool = False
 
     def __post_init__(self):
         for name, allowed in (("phase", PHASES), ("dtype", DTYPES), ("mask", MASKS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
-        for word in ("int8_qk", "fp16_out"):
+        for word in FP8_FEATURES:
             if getattr(self, word) and self.dtype != "fp8":
                 raise ValueError(f"{word}: only with dtype='fp8', got {self.dtype!r}")
 

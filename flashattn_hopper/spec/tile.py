@@ -80,7 +80,9 @@ class FwdTile:
                 f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
             )
         if traits.dtype == "fp8" and (self.output != "own" or 128 % self.tile_n or self.tile_n % 32):
-            raise ValueError(f"{self}: fp8 needs output='own' (out is wider than the codes) and tile_n of 32, 64 or 128")
+            raise ValueError(
+                f"{self}: fp8 needs output='own' (out is wider than the codes) and tile_n of 32, 64 or 128"
+            )
         if self.value_columns is not None and (traits.dtype != "fp8" or traits.headdim_v % self.value_columns):
             raise ValueError(f"{self}: value_columns are a divisor of headdim_v, with fp8; got {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":

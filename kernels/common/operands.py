@@ -21,13 +21,29 @@ class FwdOperands(NamedTuple):
     window_right: Any = None
     num_ctas: Any = None  # Int32, resident thread blocks; only for schedule="dynamic"
     tickets: Any = None  # Int64, address of (2,) int32, zero; the kernel leaves it zero; only for schedule="dynamic"
-    # Only for dtype="fp8", where q, k and v are codes as QuantizeOperands has them: v (B, Hk, Dv, 128 * tiles). Lse is
-    # that of the scores that the codes give.
-    q_descale: Any = None  # Int64, address of (B, Hq, Sq) float32
-    k_descale: Any = None  # Int64, address of (B, Hk, tiles) float32
-    v_descale: Any = None  # Int64, address of (B, Hk) float32
-    logit_offset: Any = None  # Int64, address of (B, Hq, Sq) float32, what the scores lack before scaling; 0: nothing
-    restored_lse: Any = None  # Int64, address of (B, Hq, Sq) float32, lse with that share; 0 where nobody wants it
+
+
+class ScaledOperands(NamedTuple):
+    """Operands of an FP8 forward: those of FwdOperands, with codes as QuantizeOperands has them, then their scales.
+
+    `lse` is that of the scores that the codes give.
+    """
+
+    q: Any  # (B, Sq, Hq, D)
+    k: Any  # (B, Sk, Hk, D)
+    v: Any  # (B, Hk, Dv, 128 * tiles)
+    o: Any
+    lse: Any
+    softmax_scale: Any
+    window_left: Any
+    window_right: Any
+    num_ctas: Any
+    tickets: Any
+    q_descale: Any  # Int64, address of (B, Hq, Sq) float32
+    k_descale: Any  # Int64, address of (B, Hk, tiles) float32
+    v_descale: Any  # Int64, address of (B, Hk) float32
+    logit_offset: Any  # Int64, address of (B, Hq, Sq) float32, what the scores lack before scaling; 0: nothing
+    restored_lse: Any  # Int64, address of (B, Hq, Sq) float32, lse with that share; 0 where nobody wants it
 
 
 class BwdOperands(NamedTuple):

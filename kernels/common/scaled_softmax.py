@@ -2,10 +2,10 @@
 
     S = codes * q_descale[row] * k_descale[tile] * softmax_scale * log2 e       P = 2^(S - bias + 8)
 
-The scales are folded into the multiplier of the exponent, so they cost nothing for each score. 2^8, because P = 1 must be
-a code (256 is; 448 is the largest), so that a row with one dominant key is exact, and because small P need the exponents.
-For the same reason the bias is the running maximum itself in every tile: an optimistic bias (softmax.py) would need
-headroom, and e4m3 has none to give.
+The scales are folded into the multiplier of the exponent, so they cost nothing for each score. 2^8, because P = 1 must
+be a code (256 is; 448 is the largest), so that a row with one dominant key is exact, and because small P need the
+exponents. For the same reason the bias is the running maximum itself in every tile: an optimistic bias (softmax.py)
+would need headroom, and e4m3 has none to give.
 """
 
 import math
@@ -20,7 +20,7 @@ from .eight_bit import multiply
 from .softmax import LN_2, Softmax, quad, row_of, tree
 
 P_SHIFT = 8.0  # log2 of the scale of P
-SMALLEST = 2.0**-126  # a multiplier below it counts as it: -inf times 0 would be NaN
+SMALLEST = 2.0**-126  # a multiplier below it, or NaN, counts as it: a hidden score is -inf and must stay it
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,15 @@ class ScaledSoftmax(Softmax):
         `exact` rounds the scaled score before it subtracts, as the maximum was: that cancels at any magnitude.
         """
         size = const_expr(cute.size(S))
-        alpha = cute.make_rmem_tensor(2, Float32)
+        alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            scale = cute.arch.fmax(self.scale_log2[r] * self.k_scale, Float32(SMALLEST), nan=True)
+            scale = self.scale_log2[r] * self.k_scale
+            poison[r] = multiply(scale, Float32(0.0))
+            scale = cute.arch.fmax(scale, Float32(SMALLEST))
             top = quad(cute.arch.fmax, tree(cute.arch.fmax, [S[i] for i in row_of(size, r)]))
             old = self.bias[r]
+            # A row or a tile that held inf or NaN has the scale NaN; so becomes the sum of each row that sees it.
+            poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r])
             new = cute.arch.fmax(old, multiply(top, scale))
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
@@ -60,7 +64,15 @@ class ScaledSoftmax(Softmax):
                 else:
                     S[i] = S[i] * scale + (P_SHIFT - new)
         self.exponentiate(S, alpha)
+        for r in cutlass.range_constexpr(2):
+            self.row_sum[r] = self.row_sum[r] + poison[r]
         return alpha
+
+    def rescale(self, O, inverse):
+        """By the factors of `finish`. 0 is a row without keys, whose O may hold NaN of a V that it does not see."""
+        for i in range(cute.size(O)):
+            factor = inverse[(i // 2) % 2]
+            O[i] = cutlass.select_(factor == 0.0, Float32(0.0), O[i] * factor)
 
     def units(self, exact):
         """The bias is scaled in both attempts."""

@@ -29,9 +29,9 @@ from flashattn_hopper.spec.tile import WARPGROUP
 
 from ..common.convert import elements_of, to_half
 from ..common.mask import BandMask
-from ..common.operands import FwdOperands
-from ..common.schedule import ROUND, Board
+from ..common.operands import FwdOperands, ScaledOperands
 from ..common.scaled_softmax import ScaledSoftmax
+from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LN_2, LOG2_E, Softmax
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
@@ -48,7 +48,6 @@ from .pipeline import (
 )
 from .pv_operand import InPlace, Promoted
 from .tensors import SLAB, at, band_of, fake_operand, one_stage, slices, stage_bytes, staged, write_slab
-
 
 SCALE_KEYS = 128  # keys that share a scale in FP8
 
@@ -115,7 +114,6 @@ class Forward:
         qk, element_v, _, _ = self.elements
         v_shape = (Hk, Dv, cute.sym_int(divisibility=128)) if self.fp8 else (Sk, Hk, Dv)
         window = self.traits.mask == "window"
-        scale = Int64(0) if self.fp8 else None
         operands = FwdOperands(
             q=fake_operand(qk, B, Sq, Hq, D),
             k=fake_operand(qk, B, Sk, Hk, D),
@@ -127,17 +125,14 @@ class Forward:
             window_right=Int32(0) if window else None,
             num_ctas=Int32(1) if self.dynamic else None,
             tickets=Int64(0) if self.dynamic else None,
-            q_descale=scale,
-            k_descale=scale,
-            v_descale=scale,
-            logit_offset=scale,
-            restored_lse=scale,
         )
+        if self.fp8:
+            operands = ScaledOperands(*operands, *[Int64(0)] * 5)
         return operands, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     # ---------------------------------------------------------------------------------------------- host half
     @cute.jit
-    def __call__(self, ops: FwdOperands, stream: cuda.CUstream):
+    def __call__(self, ops: FwdOperands | ScaledOperands, stream: cuda.CUstream):
         t, hd, hd_v, e = self.tile, self.headdim, self.headdim_v, self.elements
         # (B, S, H, D) -> (S, D, H, B): a view, nothing moves
         modes = (1, 3, 2, 0), (1, 3, 2, 0), self.pv.modes
@@ -419,9 +414,7 @@ class Forward:
         partial = (own.end > own.full_end) | (own.full_begin >= own.end)
         mask_first = Int32(1) if const_expr(exact) else Int32(cutlass.select_(partial, Int32(1), Int32(0)))
         softmax = self.scaled(dev, hooks.softmax, work, row)
-        mine = replace(
-            hooks, softmax=softmax, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin
-        )
+        mine = replace(hooks, softmax=softmax, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin)
         if const_expr(t.output == "v"):
             mine = replace(mine, unread=stores + cutlass.max(unread - 1, 0))
         if const_expr(self.traits.mask == "full"):

@@ -18,7 +18,7 @@ from ..common.convert import to_half
 from ..common.eight_bit import PACK4
 from ..common.softmax import rescale
 from .pipeline import Ring
-from .tensors import SLAB, slices, staged
+from .tensors import SLAB, slices
 
 
 def gemm(tiled_mma, acc, a, b, zero):

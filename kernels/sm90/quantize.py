@@ -112,7 +112,7 @@ class Quantize:
         k_blocks = tiles * heads_kv * batch
         v_blocks = cute.ceil_div(tiles, self.threads // self.headdim_v) * heads_kv * batch
         q_blocks = cute.ceil_div(seqlen_q, TILE) * heads * batch
-        # Why a carveout: with several resident blocks the compiler would ask the driver, which it may have to do without.
+        # Why a carveout: for several resident blocks the compiler would otherwise ask the driver, if there is one.
         launch = lambda kernel, blocks, threads: kernel.launch(
             grid=[blocks, 1, 1], block=[threads, 1, 1], stream=stream,
             min_blocks_per_mp=RESIDENT // threads, preferred_smem_carveout=SMEM_PERCENT,
@@ -290,7 +290,7 @@ class Quantize:
 
     @cute.jit
     def keys(self, dev, linear, peaks):
-        batches, seqlen_k, heads_kv, _ = dev.mK.shape
+        _, seqlen_k, heads_kv, _ = dev.mK.shape
         tiles = cute.ceil_div(seqlen_k, TILE)
         n_block, head, batch = self.split(linear, tiles, heads_kv)
         lane, own, active, column = self.place()
