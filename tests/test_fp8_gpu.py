@@ -118,7 +118,7 @@ def check_codes(q, k, v, *, hadamard=True, smooth_k=True, qk_dtype="fp8"):
         close(found[0].logit_offset, wanted[0].logit_offset, 10 * top(q) * top(k))
     else:
         assert mean is None and found[0].logit_offset is None
-    expected = with_mean(q, k, v, torch.zeros(()) if mean is None else mean, hadamard, qk_dtype)
+    expected = with_mean(q, k, v, torch.zeros(1, 1, 1) if mean is None else mean, hadamard, qk_dtype)
     for x, (data, descale) in zip(found, expected):
         assert same(x.descale, descale) and same(x.data, data)
     return found
