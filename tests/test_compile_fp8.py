@@ -111,7 +111,7 @@ def test_machine_code_of_the_quantizer(traits):
     for used, wide in ((sums, "LDG.E.128"), (codes, "LDG.E.128"), (codes, "STG.E.128")):
         narrow = sum(n for name, n in used.opcodes.items() if name.startswith(wide[:3]) and name != wide)
         assert used.opcodes[wide] >= 4 and narrow <= 9, used.opcodes
-    assert bool(codes.count("I2IP")) == traits.int8_qk
+    assert bool(codes.count("F2IP")) == traits.int8_qk
     assert any(name.startswith("F2FP.SATFINITE.E4M3") for name in codes.opcodes)
 
 
