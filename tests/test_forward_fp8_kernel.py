@@ -38,7 +38,7 @@ def ptx(traits):
 
 
 def attend(q, k, v, band, scale):
-    """(out, lse, restored lse) of BlockScaled operands, as runner_fp8 and the host half of the kernel hand them over."""
+    """(out, lse, restored lse) of BlockScaled operands, handed over as runner_fp8 and the kernel's host half do."""
     codes = runner_fp8.from_scaled(q, k, v)._replace(logit_offset=q.logit_offset)
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     words = {"int8_qk": q.data.dtype == torch.int8, "fp16_out": q.dtype == torch.float16}
