@@ -64,7 +64,8 @@ def bind(chosen: planner.Plan, problem: AttentionProblem, dtype, device):
     def attend(codes: Codes, want_lse=True):
         with torch.cuda.device(device):
             out = new_out()
-            lse, restored = (new_lse() if want_lse else None for _ in range(2))
+            lse = new_lse() if want_lse else None
+            restored = new_lse() if want_lse and codes.logit_offset is not None else None
             counters = runner.tickets(device) if dynamic else None
             address = lambda tensor: 0 if tensor is None else tensor.data_ptr()
             fn(
@@ -74,7 +75,7 @@ def bind(chosen: planner.Plan, problem: AttentionProblem, dtype, device):
                     *map(address, (codes.q_descale, codes.k_descale, codes.v_descale, codes.logit_offset, restored)),
                 )
             )  # fmt: skip
-        return out, lse, restored
+        return out, lse, lse if restored is None else restored
 
     return attend
 
@@ -89,7 +90,7 @@ def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> Codes:
     traits = QuantizeTraits(str(word), headdim, headdim_v, hadamard, smooth_k, int8_qk)
     fn = jit.compiled(QUANTIZER, traits, None, QUANTIZER.arch)
     q, k, v = (runner._aligned(runner._laid_out(x, runner._layout(x))) for x in (q, k, v))
-    new = lambda dtype, *shape: runner._empty(shape, dtype, q.device)
+    new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=q.device)
     tiles = -(-seqlen_k // TILE)
     qk = torch.int8 if int8_qk else E4M3
     codes = Codes(
