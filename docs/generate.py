@@ -23,7 +23,7 @@ from unittest import mock
 from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.spec.arch import SM90, ArchSpec
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import DTYPES, HALF, PHASES, Traits
+from flashattn_hopper.spec.problem import DTYPES, PHASES, Traits
 from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, Sm80BwdTile, Sm80FwdTile, TileTable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +159,7 @@ def tables(spec: KernelSpec) -> dict[TileTable, list[ArchSpec]]:
 def padding(spec: KernelSpec) -> list[list[str]]:
     """(asked range, compiled pair) for equal head dimensions."""
     asked = range(spec.multiple, max(spec.headdims)[0] + 1, spec.multiple)
-    traits = [Traits(spec.phase, "bf16", d, d) for d in asked]
+    traits = [Traits(spec.phase, min(spec.dtypes), d, d) for d in asked]
     pairs = [(t.headdim, spec.padded(t)) for t in traits]
     lines = []
     for pair, group in groupby(pairs, key=lambda item: (item[1].headdim, item[1].headdim_v)):
@@ -186,7 +186,7 @@ TILE_COLUMNS: dict[type, dict[str, Callable]] = {
 
 
 def tile_line(row: Row, phase: str, columns: Mapping[str, Callable]) -> list[str]:
-    tile, dtype = row.tile, sorted(row.dtypes & HALF)[0]
+    tile, dtype = row.tile, min(row.dtypes)
     traits = Traits(phase, dtype, *row.dims)
     return [
         "{}, {}".format(*row.dims),

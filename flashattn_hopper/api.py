@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from . import planner, runner
 from .arguments import WORDS, Request, are_scaled, autocast_dtype, check, problem_of
 from .ops import FWD, Eager, intercepted, prepared, register_sharding_rules
-from .ops_fp8 import FWD_FP8, EagerFP8, attend_scaled, dispatch_scaled, prepared_fp8
+from .ops_fp8 import FWD_FP8, EagerFP8, attend_scaled, dispatch_scaled, prepared_fp8, problem_fp8
 from .quantize import BlockScaled
 from .runner import Memo
 from .spec.problem import BWD
@@ -217,7 +217,10 @@ def explain(
     None and the reasons.
     """
     request = check(q, k, v, causal, window_size, softmax_scale, precision, return_lse, deterministic, backend)
-    problem = problem_of(q.shape, k.shape, v.shape, request.dtype, *_scalars(request)[:-1])
+    if request.dtype == "fp8":
+        problem = problem_fp8(q, k, v, _scalars(request), request.compute_dtype)
+    else:
+        problem = problem_of(q.shape, k.shape, v.shape, request.dtype, *_scalars(request)[:-1])
     device = planner.capability_of(q.device)
     refused = tuple(planner.refusals(problem.traits, device, backend).items())
     try:

@@ -142,6 +142,22 @@ def decode(x: BlockScaled) -> torch.Tensor:
     return x.data.float().contiguous() * _per_token(x.descale, x.rows, x.shape[1])
 
 
+def row_scales(q: BlockScaled) -> torch.Tensor:
+    """A scale for each token of q, (B, Hq, Sq), however many tokens share one."""
+    return _spread(q.descale, q.rows, q.shape[1])
+
+
+def tile_scales(k: BlockScaled) -> torch.Tensor:
+    """A scale for each 128 keys of k, (B, Hk, tiles), however many keys share one."""
+    return _spread(k.descale, k.rows and k.rows // TILE, -(-k.shape[1] // TILE))
+
+
+def _spread(descale, rows, count):
+    if rows is None:
+        return descale.expand(-1, -1, count)
+    return descale if rows == 1 else descale.repeat_interleave(rows, -1)[..., :count]
+
+
 def restore_lse(lse: torch.Tensor, q: BlockScaled, softmax_scale: float) -> torch.Tensor:
     """lse (B, Hq, Sq) of the scores that codes give -> lse of the scores with the mean of k.
 

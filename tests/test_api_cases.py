@@ -231,9 +231,12 @@ def _shape(q, k):
 @pytest.mark.parametrize(
     "keywords, reasons",
     [
-        ({"precision": "fp8"}, {"sm90.forward": "no fp8", "reference.forward_fp8": "only with backend='reference'"}),
+        (
+            {"precision": "fp8"},
+            {"sm90.forward_fp8": "not run on a GPU", "reference.forward_fp8": "only with backend='reference'"},
+        ),
         ({"precision": "fp32"}, {"sm90.forward": "no fp32", "reference.forward": "only with backend='reference'"}),
-        ({"precision": "fp8", "backend": "sm90"}, {"reference.forward_fp8": "backend='sm90' was asked for"}),
+        ({"precision": "fp32", "backend": "sm90"}, {"reference.forward": "backend='sm90' was asked for"}),
     ],
 )
 def test_explain_answers_where_nothing_runs(monkeypatch, keywords, reasons):

@@ -65,7 +65,7 @@ def test_fp8_on_a_gpu_is_only_the_reference_s():
     with pytest.raises(NotImplementedError) as info:
         planner.plan(replace(D128, dtype="fp8"), (9, 0), "auto", SHAPE)
     message = str(info.value)
-    assert "sm90.forward: no fp8" in message and 'backend="reference" runs it' in message
+    assert "sm90.forward_fp8: only with backend='sm90'" in message and 'backend="reference" runs it' in message
     assert "reference.forward_fp8: runs on sm_90 only" in message and "reference.forward:" not in message
     assert planner.plan(replace(D128, dtype="fp8"), (9, 0), "reference", SHAPE).spec.name == "reference.forward_fp8"
 

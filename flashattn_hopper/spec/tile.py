@@ -22,6 +22,8 @@ class FwdTile:
     `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
+    Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
+    the other, so that their accumulators share registers.
     """
 
     tile_m: int
@@ -31,6 +33,8 @@ class FwdTile:
     output: str = "q"
     schedule: str = "grid"
     ping_pong: bool = True
+    value_columns: int | None = None
+    serial: bool = False
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -72,6 +76,12 @@ class FwdTile:
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""
         check_smem(self, arch, traits)
+        if traits.dtype == "fp8" and (self.output != "own" or 128 % self.tile_n or self.tile_n % 32):
+            raise ValueError(
+                f"{self}: fp8 needs output='own' (out is wider than the codes) and tile_n of 32, 64 or 128"
+            )
+        if self.value_columns is not None and (traits.dtype != "fp8" or traits.headdim_v % self.value_columns):
+            raise ValueError(f"{self}: value_columns are a divisor of headdim_v, with fp8; got {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 

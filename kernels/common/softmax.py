@@ -48,6 +48,12 @@ def row_of(size, r):
     return [(c // 2) * 4 + r * 2 + c % 2 for c in range(size // 2)]
 
 
+def rescale(O, alpha):
+    """Multiply the two rows of a fragment by a factor each."""
+    for i in range(cute.size(O)):
+        O[i] = O[i] * alpha[(i // 2) % 2]
+
+
 def probability(x):
     """P from a scaled score minus its row's lse, log2 units.
 
@@ -74,6 +80,18 @@ class Softmax:
     def reset(self):
         self.bias.fill(-math.inf)
         self.row_sum.fill(0.0)
+
+    def of_tile(self, n):
+        """Scales that belong to KV tile n: none."""
+        return self
+
+    def tile(self, S, masked, exact, O):
+        """Scores to probabilities in place; returns the factors for O, or None where O needs none."""
+        if masked:
+            return self.update(S, exact)
+        self.update_optimistic(S)
+        self.settle(S, O)
+        return None
 
     @cute.jit
     def update(self, S, exact):
@@ -160,8 +178,7 @@ class Softmax:
         return bad
 
     def rescale(self, O, alpha):
-        for i in range(cute.size(O)):
-            O[i] = O[i] * alpha[(i // 2) % 2]
+        rescale(O, alpha)
 
     @cute.jit
     def finish(self, exact):

@@ -18,7 +18,7 @@ def band_of(mask, left, right):
 
 def fake_operand(dtype, batch, seqlen, heads, headdim):
     """(B, S, H, D) for the compiler: any extents, a contiguous last dimension, other strides multiples of 16 bytes."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    strides = (*(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(3)), 1)
     return make_fake_tensor(dtype, (batch, seqlen, heads, headdim), strides, assumed_align=16)
 
 

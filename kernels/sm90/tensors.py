@@ -23,12 +23,12 @@ def stage_bytes(dtype, layout):
     return cute.size_in_bytes(dtype, one_stage(layout))
 
 
-def slices(atom, shared, tensor, tile, head, batch, column=0):
+def slices(atom, shared, tensor, tile, head, batch, column=0, row=None):
     """(atom, source, destination) of one head's tiles; blocks are the source's last mode, stages the destination's.
 
-    `tile` is (rows, columns), `column` which columns.
+    `tile` is (rows, columns), `column` which columns and `row` which rows; None: all blocks of them.
     """
-    g = cute.local_tile(tensor[None, None, head, batch], tile, (None, column))
+    g = cute.local_tile(tensor[None, None, head, batch], tile, (row, column))
     dst, src = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
     )

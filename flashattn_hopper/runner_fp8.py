@@ -1,0 +1,152 @@
+"""FP8 forwards by kernel: 16-bit tensors through the fused quantizer, or codes that somebody else made.
+
+A kernel takes V transposed, with the keys of every 16 in the order in which P leaves the scores (`pack_values`); the
+fused quantizer writes it so, codes of a BlockScaled are turned by PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import jit, planner, runner
+from .kernels.sm90.specs import QUANTIZER
+from .quantize import E4M3, TILE, BlockScaled, row_scales, tile_scales
+from .spec.problem import AttentionProblem, QuantizeTraits
+
+_CHUNK, _MOST_CHUNKS = 256, 64  # as in kernels/sm90/quantize.py
+
+
+class Codes(NamedTuple):
+    """Operands of the attention kernel, contiguous. B batch, S sequence length, H heads, D head dimension."""
+
+    q: torch.Tensor  # (B, Sq, Hq, D)
+    k: torch.Tensor  # (B, Sk, Hk, D)
+    v: torch.Tensor  # (B, Hk, Dv, 128 * tiles), see pack_values
+    q_descale: torch.Tensor  # (B, Hq, Sq)
+    k_descale: torch.Tensor  # (B, Hk, tiles)
+    v_descale: torch.Tensor  # (B, Hk, 1)
+    k_mean: torch.Tensor | None = None  # (B, Hk, D)
+    logit_offset: torch.Tensor | None = None  # (B, Hq, Sq)
+
+
+def plan(problem: AttentionProblem, backend: str, device: torch.device) -> planner.Plan:
+    return planner.plan(problem.traits, planner.capability_of(device), backend, problem.shape)
+
+
+def prepare(problem: AttentionProblem, backend: str, q, k, v):
+    """As runner.prepare, for BlockScaled operands."""
+    chosen = plan(problem, backend, q.device)
+    if chosen.spec.arch is None or problem.shape.empty:
+        return runner.prepare(problem, backend, q, k, v)
+    attend = bind(chosen, problem, q.dtype, q.device)
+
+    def forward(q, k, v, want_lse=True):
+        return attend(from_scaled(q, k, v), want_lse)[:2]
+
+    return forward
+
+
+def bind(chosen: planner.Plan, problem: AttentionProblem, dtype, device):
+    """A function of Codes that gives out, lse of the scores that the codes give, and lse with what they lack."""
+    fn = jit.compiled(chosen.spec, chosen.traits, chosen.tile, chosen.spec.arch)
+    shape, band = problem.shape, problem.band
+    left, right = runner.window_edges(band, shape.seqlens) if chosen.traits.mask == "window" else (None, None)
+    dynamic = chosen.tile.schedule == "dynamic"
+    num_ctas = planner.num_sms(device) if dynamic else None
+    heads = shape.batch, shape.num_heads_q, shape.seqlen_q
+    new_out = runner._allocator(
+        (shape.batch, shape.seqlen_q, shape.num_heads_q, problem.traits.headdim_v), dtype, device
+    )
+    new_lse = runner._allocator(heads, torch.float32, device)
+
+    def attend(codes: Codes, want_lse=True):
+        with torch.cuda.device(device):
+            out = new_out()
+            lse = new_lse() if want_lse else None
+            restored = new_lse() if want_lse and codes.logit_offset is not None else None
+            counters = runner.tickets(device) if dynamic else None
+            address = lambda tensor: 0 if tensor is None else tensor.data_ptr()
+            fn(
+                (
+                    codes.q, codes.k, codes.v, address(out), address(lse), problem.softmax_scale, left, right,
+                    num_ctas, address(counters) if dynamic else None,
+                    *map(address, (codes.q_descale, codes.k_descale, codes.v_descale, codes.logit_offset, restored)),
+                )
+            )  # fmt: skip
+        return out, lse, lse if restored is None else restored
+
+    return attend
+
+
+def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> Codes:
+    """What quantize_fp8 computes, by the fused kernel: FP16 or BF16 tensors on a Hopper GPU, none of them empty.
+
+    Raises: ValueError for head dimensions that are not multiples of 16 up to 256.
+    """
+    (batch, seqlen_q, heads, headdim), (_, seqlen_k, heads_kv, headdim_v) = q.shape, v.shape
+    word = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(q.dtype)
+    traits = QuantizeTraits(str(word), headdim, headdim_v, hadamard, smooth_k, int8_qk)
+    fn = jit.compiled(QUANTIZER, traits, None, QUANTIZER.arch)
+    q, k, v = (runner._aligned(runner._laid_out(x, runner._layout(x))) for x in (q, k, v))
+    new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=q.device)
+    tiles = -(-seqlen_k // TILE)
+    qk = torch.int8 if int8_qk else E4M3
+    codes = Codes(
+        new(qk, batch, seqlen_q, heads, headdim),
+        new(qk, batch, seqlen_k, heads_kv, headdim),
+        new(E4M3, batch, heads_kv, headdim_v, tiles * TILE),
+        new(torch.float32, batch, heads, seqlen_q),
+        new(torch.float32, batch, heads_kv, tiles),
+        new(torch.float32, batch, heads_kv, 1),
+        new(torch.float32, batch, heads_kv, headdim) if smooth_k else None,
+        new(torch.float32, batch, heads, seqlen_q) if smooth_k else None,
+    )
+    chunks = min(-(-seqlen_k // _CHUNK), _MOST_CHUNKS)
+    workspace = new(torch.float32, batch * heads_kv * chunks * (1 + headdim))
+    addresses = [None if x is None else x.data_ptr() for x in (*codes, workspace)]
+    with torch.cuda.device(q.device):
+        fn((q, k, v, *addresses))
+    return codes
+
+
+def from_scaled(q: BlockScaled, k: BlockScaled, v: BlockScaled) -> Codes:
+    """Codes of any layout, with the scales that a kernel takes."""
+    scale = lambda tensor: tensor.to(torch.float32).contiguous()
+    return Codes(
+        runner._aligned(q.data.contiguous()),
+        runner._aligned(k.data.contiguous()),
+        pack_values(v.data),
+        scale(row_scales(q)),
+        scale(tile_scales(k)),
+        scale(v.descale),
+    )
+
+
+def to_scaled(codes: Codes, dtype, hadamard=True) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
+    """Codes of the fused quantizer as quantize_fp8 gives them."""
+    return (
+        BlockScaled(codes.q, codes.q_descale, 1, dtype, hadamard, logit_offset=codes.logit_offset),
+        BlockScaled(codes.k, codes.k_descale, TILE, dtype, hadamard, mean=codes.k_mean),
+        BlockScaled(unpack_values(codes.v, codes.k.shape[1]), codes.v_descale, None, dtype),
+    )
+
+
+def pack_values(v: torch.Tensor) -> torch.Tensor:
+    """Codes (B, Sk, Hk, Dv) as a kernel takes them: (B, Hk, Dv, 128 * tiles), zeros behind the last key.
+
+    Inside every 16 keys, key 8j + 2t + i lies at 4t + 2j + i (i, j in {0, 1}, t in 0..3).
+    """
+    batch, seqlen, heads, headdim = v.shape
+    tiles = -(-seqlen // TILE)
+    bytes_ = v.view(torch.uint8).permute(0, 2, 3, 1)
+    bytes_ = torch.nn.functional.pad(bytes_, (0, tiles * TILE - seqlen))
+    groups = bytes_.reshape(batch, heads, headdim, tiles * TILE // 16, 2, 4, 2)
+    return groups.transpose(-3, -2).reshape(batch, heads, headdim, tiles * TILE).contiguous().view(v.dtype)
+
+
+def unpack_values(v: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """The inverse of pack_values: (B, Sk, Hk, Dv), contiguous."""
+    groups = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
+    return groups.flatten(-4)[..., :seqlen].permute(0, 3, 1, 2).contiguous().view(v.dtype)

@@ -1,0 +1,347 @@
+"""Runs the PTX of a Hopper kernel with roles on the CPU: TMA, mbarriers, named barriers, 8-bit matrix instructions.
+
+    run(text, parameters, maps, threads, blocks, memory)
+
+What ptx_machine does for threads of one kind, this does for warps that wait for one another: each runs until it has to
+wait. Copies and matrix products happen when they are issued, so that a result does not show a missing wait; a missing
+arrival shows as a deadlock. Matrix products are exact sums, rounded once an instruction; a Hopper GPU keeps fewer bits.
+
+Shared memory is swizzled by the address, as the hardware does: of a copy by the width of its box, of a matrix operand
+by its descriptor. `maps`: parameter number -> Map, what the host makes a tensor map of.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from . import ptx_machine
+from .ptx_machine import _BITS, _COMPARE, _address, _bits, _Block
+
+SHARED_BYTES = 240 * 1024
+_MASK = {128: 7, 64: 3, 32: 1}  # swizzle span in bytes -> the bits that move
+_SPAN = {1: 128, 2: 64, 3: 32}  # layout type of a matrix descriptor
+_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+
+
+def _swizzled(address, span):
+    return address ^ (((address >> 7) & _MASK[span]) << 4)
+
+
+@dataclass
+class Map:
+    """A tensor (batch, heads, rows, columns), any strides, and the tile that its copies move, in boxes of `span` bytes
+    by `rows`."""
+
+    tensor: torch.Tensor
+    width: int
+    rows: int
+
+    @property
+    def span(self):
+        size = self.width * self.tensor.element_size()
+        return next(span for span in _MASK if size % span == 0)
+
+    def addresses(self, first):
+        return _swizzled(first + np.arange(self.rows * self.span), self.span).reshape(self.rows, -1)
+
+    def box(self, at):
+        """A view of what a box at (column, row, head, batch) covers of the tensor."""
+        column, row, head, batch = at
+        raw = self.tensor[batch, head].view(torch.uint8 if self.tensor.element_size() == 1 else torch.int16)
+        return raw[row : row + self.rows, column : column + self.span // self.tensor.element_size()]
+
+    def load(self, at, shared, first):
+        part = self.box(at)
+        whole = torch.zeros(self.rows, self.span // self.tensor.element_size(), dtype=part.dtype)
+        whole[: part.shape[0], : part.shape[1]] = part
+        shared[self.addresses(first)] = whole.numpy().view(np.uint8)
+
+    def store(self, at, shared, first):
+        part = self.box(at)
+        whole = torch.from_numpy(shared[self.addresses(first)].copy()).view(part.dtype)
+        part.copy_(whole[: part.shape[0], : part.shape[1]])
+
+
+@dataclass
+class _Arrivals:
+    """An mbarrier."""
+
+    count: int
+    pending: int
+    num_bytes: int = 0
+    phase: int = 0
+
+    def settle(self):
+        if self.pending == 0 and self.num_bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+        assert self.pending >= 0, "more arrivals than an mbarrier expects"
+
+
+@dataclass
+class _Named:
+    """A named barrier; `votes` are the ORs of past generations."""
+
+    arrived: int = 0
+    generation: int = 0
+    vote: bool = False
+    votes: tuple = ()
+
+    def arrive(self, expected, vote=False):
+        self.arrived, self.vote = self.arrived + 32, self.vote or vote
+        assert self.arrived <= expected, "more threads than a named barrier expects"
+        if self.arrived == expected:
+            self.votes, self.generation = (*self.votes, self.vote), self.generation + 1
+            self.arrived, self.vote = 0, False
+
+
+def run(text, parameters, maps, threads, blocks, memory):
+    code, labels = parse(text)
+    for block in range(blocks):
+        shared, mbarriers, named = np.full(SHARED_BYTES, 0xFF, np.uint8), {}, {}
+        state = (maps, mbarriers, named, threads)
+        warps = [_Warp(code, labels, parameters, memory, shared, w, block, state) for w in range(threads // 32)]
+        while warps:
+            moved = [warp.run() for warp in warps]
+            assert any(moved), f"deadlock at {[warp.where() for warp in warps]}"
+            warps = [warp for warp in warps if not warp.done]
+
+
+def parse(text):
+    """Of a module with one kernel; a loop that waits for an mbarrier becomes one instruction."""
+    text = re.sub(r"//[^\n]*", "", text)
+    wait = r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\S+ P1, (\[[^\]]*\]), ([^,]+), \d+;.*?DONE:\s*\}"
+    text = re.sub(wait, r"mbarrier_wait \1, \2;", text, flags=re.S)
+    start = text.index("\n", text.index(".minnctapersm"))
+    body = re.sub(r"\{\s*\.reg", ".reg", text[start : text.rindex("}")])
+    return ptx_machine._parse(re.sub(r"\n\s*\}\s*\n", "\n", body))
+
+
+class _Warp(_Block):
+    def __init__(self, code, labels, parameters, memory, shared, warp, block, state):
+        super().__init__(code, labels, parameters, memory, 32, block)
+        self.shared, self.warp, self.done, self.joined = shared, warp, False, None
+        self.maps, self.mbarriers, self.named, self.block_threads = state
+        self.registers["%tid.x"] = self.registers["%tid.x"] + np.uint32(32 * warp)
+
+    def where(self):
+        words, operands, _ = self.code[self.at.min()]
+        return self.warp, ".".join(words), operands[:2]
+
+    def get(self, name, kind=np.uint32):
+        if name not in self.registers and "_param_" in name:
+            return np.full(32, int(name.rsplit("_", 1)[1]), np.uint64)  # the address of a tensor map: its number
+        return super().get(name, kind)
+
+    def run(self):
+        """Until it ends or waits; whether it moved."""
+        moved, end = False, len(self.code)
+        while (here := self.at.min()) < end:
+            active = self.at == here
+            words, operands, predicate = self.code[here]
+            taken = active if predicate is None else active & (self.registers[predicate[0]] == predicate[1])
+            if taken.any() and not self.ready(words, operands, taken):
+                return moved
+            self.at[active], moved = here + 1, True
+            if words[0] == "bra":
+                self.at[taken] = self.labels[operands[0]]
+            elif words[0] == "ret":
+                self.at[taken] = end
+            elif taken.any() and words[0] not in ("mbarrier_wait", "bar", "barrier"):
+                with np.errstate(all="ignore"):
+                    self.step(words, operands, taken)
+        self.done = True
+        return True
+
+    def ready(self, words, operands, active):
+        """Instructions that wait, and arrivals at named barriers."""
+        if words[0] == "mbarrier_wait":
+            parity = int(self.get(operands[1])[active][0])
+            return self.mbarriers[self.place(operands[0], active)].phase != parity
+        if words[0] not in ("bar", "barrier"):
+            return True
+        assert active.all(), "a named barrier that some lanes miss"
+        voting = words[0] == "barrier"
+        number, *count = (int(self.get(x)[0]) for x in operands[int(voting) : 2 + int(voting)])
+        barrier = self.named.setdefault(number, _Named())
+        if self.joined is None:
+            generation = barrier.generation
+            barrier.arrive(
+                count[0] if count else self.block_threads, voting and bool(self.registers[operands[3]].any())
+            )
+            if words[1] == "arrive":
+                return True
+            self.joined = generation
+        if barrier.generation == self.joined:
+            return False
+        if voting:
+            self.registers[operands[0]] = np.full(32, barrier.votes[self.joined])
+        self.joined = None
+        return True
+
+    def place(self, operand, active):
+        base, offset = _address(operand)
+        return int(self.get(base)[active][0]) + offset
+
+    def step(self, words, operands, active):
+        value = _SIMPLE.get(".".join(words))
+        if words[0] in ("fence", "prefetch", "setmaxnreg"):
+            return
+        if value is not None:
+            width = _BITS.get(words[-1].removesuffix("x2")[1:], np.uint32)
+            self.put(operands[0], value(*(self.get(x, width) for x in operands[1:])), active)
+            return
+        super().step(words, operands, active)
+
+    def do_cvta(self, words, operands, active, kind):
+        self.put(operands[0], self.get(operands[1], np.uint64), active)
+
+    def do_elect(self, words, operands, active, kind):
+        elected = np.arange(32) == np.argmax(active)
+        self.put(operands[0].split("|")[1], elected, active)
+
+    def do_setp(self, words, operands, active, kind):
+        if words[-1] in ("s16", "b16"):
+            result = _COMPARE[words[1]](*(_signed(self.get(x), 16) for x in operands[1:]))
+        elif words[1].endswith("u") and words[-1] == "f32":  # or unordered
+            a, b = (self.get(x).view(np.float32) for x in operands[1:])
+            result = _COMPARE[words[1][:-1]](a, b) | np.isnan(a) | np.isnan(b)
+        else:
+            super().do_setp(words, operands, active, kind)
+            return
+        self.put(operands[0], result, active)
+
+    def do_mov(self, words, operands, active, kind):
+        target, source = operands
+        pieces = lambda x: [name.strip() for name in x.strip("{}").split(",")]
+        if words[-1] == "b64" and target.startswith("{"):
+            for i, half in enumerate(pieces(target)):
+                self.put(half, (self.get(source, np.uint64) >> np.uint64(32 * i)).astype(np.uint32), active)
+        elif words[-1] == "b64" and source.startswith("{"):
+            low, high = (self.get(x).astype(np.uint64) for x in pieces(source))
+            self.put(target, low | high << np.uint64(32), active)
+        else:
+            super().do_mov(words, operands, active, kind)
+
+    def do_mbarrier(self, words, operands, active, kind):
+        if words[1] == "init":
+            count = int(self.get(operands[1])[active][0])
+            self.mbarriers[self.place(operands[0], active)] = _Arrivals(count, count)
+            return
+        barrier = self.mbarriers[self.place(operands[1], active)]
+        if "expect_tx" in words:
+            barrier.num_bytes += int(self.get(operands[2])[active][0])
+        barrier.pending -= int(active.sum())
+        barrier.settle()
+
+    def do_cp(self, words, operands, active, kind):
+        if "tensor" not in words:
+            return  # groups of stores, which are done at once
+        load = words[5] == "shared::cta"
+        where, inside = operands[int(load)], operands[1 - int(load)]
+        name, coordinates = re.match(r"\[(\S+), \{(.*)\}\]", where).groups()
+        lane = int(np.argmax(active))
+        at = [int(self.get(x.strip()).view(np.int32)[lane]) for x in coordinates.split(",")]
+        tensor, first = self.maps[int(self.get(name)[lane])], self.place(inside, active)
+        if not load:
+            tensor.store(at, self.shared, first)
+            return
+        assert active.sum() == 1, "a copy for each lane"
+        tensor.load(at, self.shared, first)
+        barrier = self.mbarriers[self.place(operands[2], active)]
+        barrier.num_bytes -= tensor.rows * tensor.span
+        barrier.settle()
+
+    def do_stmatrix(self, words, operands, active, kind):
+        base, offset = _address(operands[0])
+        rows = self.get(base).astype(np.int64) + offset
+        lane = np.arange(32)
+        for i, name in enumerate(operands[1].strip("{}").split(",")):
+            places = rows[8 * i + lane // 4] + 4 * (lane % 4)
+            self.shared[places[:, None] + np.arange(4)] = self.get(name.strip()).copy().view(np.uint8).reshape(32, 4)
+
+    def do_wgmma(self, words, operands, active, kind):
+        if words[1] != "mma_async":
+            return
+        columns, int8 = int(re.match(r"m64n(\d+)k32", words[4])[1]), "s8" in words
+        lane, own = np.arange(32), 16 * (self.warp % 4)
+        row, pair = lane // 4, lane % 4
+        if operands[1].startswith("{"):
+            left = np.zeros((16, 32), np.uint8)
+            for i, name in enumerate(operands[1].strip("{}").split(",")):
+                codes = self.get(name.strip()).copy().view(np.uint8).reshape(32, 4)
+                for b in range(4):
+                    left[row + 8 * (i % 2), 16 * (i // 2) + 4 * pair + b] = codes[:, b]
+        else:
+            left = self.matrix(operands[1], 64)[own : own + 16]
+        decode = (lambda x: x.view(np.int8).astype(np.float64)) if int8 else (lambda x: _VALUES[x])
+        product = decode(left) @ decode(self.matrix(operands[2], columns)).T
+        sums = bool(self.registers[operands[3]][0])
+        number = np.int32 if int8 else np.float32
+        for e, name in enumerate(operands[0].strip("{}").split(",")):
+            value = product[row + 8 * (e // 2 % 2), 8 * (e // 4) + 2 * pair + e % 2]
+            if sums:
+                value = value + self.get(name.strip()).view(number)
+            self.registers[name.strip()] = value.astype(number).view(np.uint32)
+
+    def matrix(self, operand, rows):
+        """Rows of 32 bytes that a descriptor names: groups of eight rows, each row as long as the swizzle's span."""
+        descriptor = int(self.get(operand)[0])
+        first, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        span = _SPAN[descriptor >> 62]
+        row, byte = np.arange(rows)[:, None], np.arange(32)[None]
+        return self.shared[_swizzled(first + row // 8 * stride + row % 8 * span + byte, span)]
+
+
+def _signed(x, bits):
+    x = x.astype(np.int64) & ((1 << bits) - 1)
+    return (x ^ (1 << (bits - 1))) - (1 << (bits - 1))
+
+
+def _word(x, bits=32):
+    return (x & ((1 << bits) - 1)).astype(np.uint32)
+
+
+def _floats(function):
+    return lambda *x: _bits(function(*(y.view(np.float32) for y in x)))
+
+
+def _maximum(*x):
+    for y in x[1:]:
+        x = (np.fmax(x[0], y),)
+    return x[0]
+
+
+def _halves(dtype):
+    def convert(high, low):
+        half = lambda x: torch.from_numpy(x.view(np.float32).copy()).to(dtype).view(torch.int16).numpy()
+        return _word(half(high).astype(np.int64), 16) << 16 | _word(half(low).astype(np.int64), 16)
+
+    return convert
+
+
+def _remainder(a, b):
+    return a % np.where(b == 0, 1, b).astype(a.dtype)
+
+
+_SIMPLE = {
+    "ex2.approx.ftz.f32": _floats(np.exp2),
+    "lg2.approx.ftz.f32": _floats(np.log2),
+    "rcp.approx.ftz.f32": _floats(lambda x: np.float32(1.0) / x),
+    "max.f32": _floats(_maximum),
+    "cvt.rn.bf16x2.f32": _halves(torch.bfloat16),
+    "cvt.rn.f16x2.f32": _halves(torch.float16),
+    "cvt.s16.s8": lambda x: _word(_signed(x, 8), 16),
+    "cvt.s32.s8": lambda x: _word(_signed(x, 8)),
+    "cvt.s32.s16": lambda x: _word(_signed(x, 16)),
+    "mul.wide.s16": lambda a, b: _word(_signed(a, 16) * _signed(b, 16)),
+    "shr.s16": lambda a, places: _word(_signed(a, 16) >> places.astype(np.int64), 16),
+    "min.relu.s32": lambda a, b: np.maximum(np.minimum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),
+    "rem.u32": _remainder,
+    "not.b32": lambda x: ~x,
+    "not.pred": lambda x: ~x,
+    "xor.b32": lambda a, b: a ^ b,
+}
