@@ -62,7 +62,7 @@ def prepared_fp8(q, k, v, scalars):
     """
     problem = problem_fp8(q, k, v, scalars)
     if runner_fp8.plan(problem, scalars[-1], q.device).spec.arch is not None and not problem.shape.empty:
-        return problem, _by_kernel(problem, scalars[-1], q)
+        return runner.Prepared(problem, scalars[-1], _by_kernel(problem, scalars[-1], q))
     attend = runner.prepare(problem, scalars[-1], q, k, v)
 
     def forward(q, k, v, want_lse=True, saving=False):
