@@ -196,7 +196,8 @@ def test_keys_that_are_not_finite_reach_only_who_sees_them(variant, value):
 
 
 def test_gradients_arrive_through_the_automatic_backward():
-    q, k, v = (x.requires_grad_() for x in inputs(2, (130, 200), (4, 2), (64, 64)))
+    """Beyond the head dimensions of sm80.backward."""
+    q, k, v = (x.requires_grad_() for x in inputs(2, (130, 200), (4, 2), (192, 192)))
     hopper_attention(q, k, v, causal=True, backend=BACKEND).float().square().sum().backward()
     expected = [x.grad.clone() for x in (q, k, v)]
     for x in (q, k, v):
