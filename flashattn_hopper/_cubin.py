@@ -68,9 +68,9 @@ def inspect_all(cubin: bytes) -> dict[str, Usage]:
     return _by_method(_usages(cubin, _opcodes(cubin)))
 
 
-def sizes_of(cubin: bytes) -> dict[str, Usage]:
-    """As `inspect_all`, with empty `opcodes`: needs no tool."""
-    return _by_method(_usages(cubin, collections.defaultdict(collections.Counter)))
+def sizes_of(cubin: bytes) -> list[Usage]:
+    """Every kernel in `cubin`, with empty `opcodes`: needs no tool."""
+    return _usages(cubin, collections.defaultdict(collections.Counter))
 
 
 def _by_method(found):
