@@ -163,8 +163,9 @@ def calls(cell: Cell) -> list[Call]:
 
 
 def _edges(spec, traits):
-    """(least seqlen_k, tile_m, tile_n) of every tile; those of PyTorch code are the reference's."""
+    """(least seqlen_k in whole tiles, tile_m, tile_n) of every tile; those of PyTorch code are the reference's."""
     if spec.tiles is None:
         return [(0, LIMITS["cpu"].rows, LIMITS["cpu"].keys)]
     rows = spec.tiles.rows_for(spec.compiled(traits))
-    return [(row.min_seqlen, row.tile.tile_m, row.tile.tile_n) for row in rows]
+    sizes = [(row.min_seqlen, row.tile.tile_m, row.tile.tile_n) for row in rows]
+    return [(-(-least // n) * n, m, n) for least, m, n in sizes]

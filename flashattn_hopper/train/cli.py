@@ -1,4 +1,4 @@
-"""`python -m flashattn_hopper`: train, explain, info."""
+"""`python -m flashattn_hopper`: train, explain, info. matrix/cli.py adds its own."""
 
 from __future__ import annotations
 
