@@ -37,14 +37,15 @@ td:focus { outline: 2px solid var(--ink); }
 """
 
 LEGEND = (
-    *(
-        (f"p{i}", f"passed, up to {share:.0%} of the allowed error; the number is the error in errors of plain PyTorch")
-        for i, share in enumerate(SHADES)
-    ),
+    *((f"p{i}", f"passed, at most {share:.0%} of the allowed error") for i, share in enumerate(SHADES)),
     ("failed", "× failed"),
-    ("built", "compiled for an arch that is not in this machine, not run; the number is registers per thread"),
-    ("spill", "the same, with registers spilled to local memory"),
-    ("refused", "· refused; the tooltip has the reason"),
+    ("built", "compiled, not run: for an arch that is not in this machine"),
+    ("spill", "the same, and registers spill to local memory"),
+    ("refused", "· refused"),
+)
+NUMBERS = (
+    "Numbers: where a cell passed, the error of its worst output in errors of plain PyTorch; where it was compiled, "
+    "registers of a thread. Each cell has a tooltip, with the reason where it was refused."
 )
 
 
@@ -67,7 +68,7 @@ def page(found: dict) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n<body>'
         f"<h1>{title}</h1>\n<p>{escape(counts)}{' (--quick)' if found['quick'] else ''}.</p>\n"
-        f'<p class="legend">{legend}</p>\n'
+        f'<p class="legend">{legend}</p>\n<p>{NUMBERS}</p>\n'
         f'<div class="scroll"><table><thead>{head}</thead>\n<tbody>{body}</tbody></table></div>\n'
         f"{_failures(cells)}<h2>Where this ran</h2>\n<dl>{_facts(found)}</dl></body></html>\n"
     )

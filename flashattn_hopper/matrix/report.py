@@ -44,7 +44,7 @@ def table(results: Sequence[Result]) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="error: the worst, in errors of plain PyTorch; budget: the largest part used of what is allowed; "
-        "registers: the most of a thread at launch",
+        "registers: the most of a thread at launch, + bytes that it spills",
         caption_justify="left",
     )
     for name in ("arch", "kernel", "dtype", "cells"):
@@ -66,7 +66,7 @@ def table(results: Sequence[Result]) -> Table:
             ", ".join(words),
             "" if error is None else f"{error:.2f}",
             "" if budget is None else f"{budget:.0%}",
-            "" if registers is None else f"{registers}" + (f" + {local} B spilled" if local else ""),
+            "" if registers is None else f"{registers}" + (f" + {local} B" if local else ""),
         )
     return found
 

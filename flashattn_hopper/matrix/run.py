@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import hopper_attention, oracle
+from .. import hopper_attention, jit, oracle
 from ..arguments import TORCH_DTYPES
 from ..planner import Capability, capability_of
 from ..quantize import dequantize, quantize_fp8
@@ -70,6 +70,7 @@ def run_all(
     with Builder((one for cell in compiled for one in variants(cell)), processes) as builder:
         on_start(len(builder.futures) + sum(what == RUN for what, _ in fates))
         builder.when_built(on_step)
+        _warm([cell for cell, (what, _) in zip(cells, fates) if what == RUN and cell.spec.arch], processes)
         found = {}
         with _one_thread():
             for cell, (what, reason) in zip(cells, fates):
@@ -79,6 +80,14 @@ def run_all(
                 elif what == REFUSED or absent:
                     found[cell] = Result(cell, REFUSED, reason or absent)
         return [found[cell] if cell in found else _read(cell, builder) for cell in cells]
+
+
+def _warm(cells, processes) -> None:
+    """Why: where they are called first, kernels are compiled one after the other; here side by side."""
+    try:
+        jit.warmup([one for cell in cells for one in variants(cell)], processes)
+    except (RuntimeError, ImportError):
+        pass  # no disk cache, no compiler or a kernel that does not compile: the cells themselves will say
 
 
 @contextlib.contextmanager
