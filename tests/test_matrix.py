@@ -13,7 +13,7 @@ from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.matrix import build, cells, run
 from flashattn_hopper.spec.arch import SM80, SM90
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import DTYPES, MASKS
+from flashattn_hopper.spec.problem import DTYPES, MASKS, Traits
 
 report = pytest.importorskip("flashattn_hopper.matrix.report")
 page = pytest.importorskip("flashattn_hopper.matrix.page")
@@ -156,7 +156,7 @@ def one_thread():
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rest", ["fwd.{}.d56.causal.gqa", "bwd.{}.d64.window.deterministic"])
+@pytest.mark.parametrize("rest", ["fwd.{}.d96.causal.gqa", "bwd.{}.d64.window.deterministic"])
 def test_the_reference_passes(dtype, rest):
     one = cell(rest.format(dtype))
     result = run.run(one)
@@ -226,9 +226,41 @@ def test_what_raises_is_refused_or_failed(monkeypatch):
 
 
 def test_a_feature_that_cannot_be_asked_for_is_not_passed(monkeypatch):
-    monkeypatch.setattr(run, "FEATURES", frozenset({"gqa"}))
+    monkeypatch.setattr(run, "FEATURES", {"fwd": {"gqa"}})
     result = run.run(cell("fwd.bf16.d64.full.deterministic"))
     assert (result.status, result.reason) == (run.REFUSED, "the matrix has no call for deterministic")
+
+
+@dataclass(frozen=True)
+class Worded(Traits):
+    """Traits with words that this tree's Traits may not have."""
+
+    words: tuple = ()
+
+    @property
+    def features(self):
+        return super().features | set(self.words)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("word", [*run.OUTPUTS, *run.CODES])
+def test_features_of_fp8_are_asked_for_by_the_operands(word, monkeypatch):
+    asked = []
+
+    def attention(q, k, v, **rest):
+        out = hopper_attention(q, k, v, **rest)
+        asked.append((q, out[0].dtype))
+        return out
+
+    monkeypatch.setattr(run, "hopper_attention", attention)
+    one = cell("fwd.fp8.d64.causal")
+    result = run.run(replace(one, traits=Worded("fwd", "fp8", 64, 64, "causal", words=(word,))))
+    assert result.status == run.PASSED, result.reason
+    for q, out_dtype in asked:
+        assert out_dtype == run.OUTPUTS.get(word, torch.bfloat16)
+        assert q.data.dtype == torch.int8 if word == "int8_qk" else q.dtype == out_dtype
+    gradient = replace(cell("bwd.fp8.d64.causal"), traits=Worded("bwd", "fp8", 64, 64, "causal", words=(word,)))
+    assert run.run(gradient).status == (run.REFUSED if word in run.CODES else run.PASSED)
 
 
 # What is compiled

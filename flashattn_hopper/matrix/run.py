@@ -15,14 +15,18 @@ from ..arguments import TORCH_DTYPES
 from ..planner import Capability, capability_of
 from ..quantize import dequantize, quantize_fp8
 from ..spec.arch import CPU
-from ..spec.problem import BWD, Traits
+from ..spec.problem import BWD, FWD, Traits
 from .build import Builder, missing_compiler
 from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
 
 PASSED, FAILED, COMPILED = "passed", "failed", "compiled-only"
 STATUSES = (PASSED, FAILED, COMPILED, REFUSED)
-FEATURES = frozenset({"gqa", "deterministic"})  # what `_operands` and `_computed` know how to ask for
 INPUTS = TORCH_DTYPES | {"fp8": torch.bfloat16}
+# Features of FP8 that inputs of another dtype ask for, and one that other codes do, which carry no gradient.
+OUTPUTS = {"fp16_out": torch.float16, "fp32_out": torch.float32}
+CODES = {"int8_qk": "int8"}
+# What a cell can be asked with; a feature that is not here is refused, and not run without.
+FEATURES = {FWD: {"gqa", "deterministic", *OUTPUTS, *CODES}, BWD: {"gqa", "deterministic", *OUTPUTS}}
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def _read(cell, builder) -> Result:
 
 def run(cell: Cell, most_calls: int | None = None) -> Result:
     """The calls of a cell on the device that it is for, held against float64."""
-    if unknown := cell.traits.features - FEATURES:
+    if unknown := cell.traits.features - FEATURES[cell.traits.phase]:
         return Result(cell, REFUSED, f"the matrix has no call for {', '.join(sorted(unknown))}")
     device = "cpu" if cell.arch == CPU else "cuda"
     worst, asked = Result(cell, PASSED, share=0.0, multiple=0.0), calls(cell)[:most_calls]
@@ -163,7 +167,7 @@ def _operands(traits: Traits, call: Call, device: str):
     s = call.shape
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr((traits, call)).encode()))
     make = lambda *shape: torch.randn(shape, generator=generator, device=device)
-    dtype = INPUTS[traits.dtype]
+    dtype = next((OUTPUTS[word] for word in OUTPUTS if word in traits.features), INPUTS[traits.dtype])
     q, dout = (make(s.batch, s.seqlen_q, s.num_heads_q, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
     k, v = (make(s.batch, s.seqlen_k, s.num_heads_kv, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
     dlse = make(s.batch, s.num_heads_q, s.seqlen_q)
@@ -174,6 +178,8 @@ def _computed(cell: Cell, call: Call, operands, *flows) -> dict[str, torch.Tenso
     """The outputs by name: out and lse, or with `flows` (dout and dlse) the gradients."""
     traits = cell.traits
     leaves = [x.detach().requires_grad_(bool(flows)) for x in operands]
+    if codes := _codes(traits):
+        leaves = quantize_fp8(*operands, qk_dtype=codes)
     out, lse = hopper_attention(
         *leaves,
         **call.mask,
@@ -191,15 +197,21 @@ def _usual(traits: Traits, operands, arguments) -> oracle.Dense:
     """Plain PyTorch's outputs."""
     if traits.dtype == "fp8":
         # It knows no FP8 attention: this is float32 on what the 8-bit codes stand for.
-        operands = [dequantize(codes) for codes in quantize_fp8(*(x.float() for x in operands))]
+        wide = [x.float() for x in operands]
+        operands = [dequantize(x) for x in quantize_fp8(*wide, qk_dtype=_codes(traits) or "fp8")]
     return oracle.plain(*operands, **arguments)
 
 
+def _codes(traits: Traits) -> str | None:
+    """The codes of q and k that a feature asks for; None: those of precision="fp8"."""
+    return next((CODES[word] for word in CODES if word in traits.features), None)
+
+
 def _terms(traits: Traits, exact: oracle.Dense, name: str) -> torch.Tensor:
-    """The yardstick of rounding. Why more for gradients in float64: P is recomputed from lse, with a relative error of
-    epsilon times the logit. In other dtypes plain PyTorch's error shows as much; here it shares float64's own sums."""
+    """What rounding is measured by. Why more in float64: P has a relative error of epsilon times the logit. In other
+    dtypes plain PyTorch shows it too; here plain PyTorch and what counts as exact make it together."""
     terms = exact.terms[name]
-    return terms * exact.terms["lse"].amax() if traits.dtype == "fp64" and traits.phase == BWD else terms
+    return terms * exact.terms["lse"].amax() if traits.dtype == "fp64" and name != "lse" else terms
 
 
 def _shown(call: Call) -> str:
