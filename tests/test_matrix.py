@@ -161,7 +161,8 @@ def test_the_reference_passes(dtype, rest):
     one = cell(rest.format(dtype))
     result = run.run(one)
     assert (result.status, result.reason, result.calls) == (run.PASSED, "", len(cells.calls(one)))
-    assert 0 < result.share <= 1 and result.multiple > 0
+    assert 0 < result.share <= 1
+    assert (result.multiple is None and dtype == "fp64") or result.multiple > 0  # None: float64 makes no error there
     assert result.worst in (("out", "lse") if one.traits.phase == "fwd" else ("dq", "dk", "dv"))
 
 

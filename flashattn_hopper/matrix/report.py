@@ -43,14 +43,15 @@ def table(results: Sequence[Result]) -> Table:
     found = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
         caption="error: the worst, in errors of plain PyTorch; budget: the largest part used of what is allowed; "
-        "registers: the most of a thread at launch, + bytes that it spills",
+        "regs: the most registers of a thread at launch, + bytes that it spills",
         caption_justify="left",
     )
     for name in ("arch", "kernel", "dtype", "cells"):
         found.add_column(name, no_wrap=True)
-    for name in ("error", "budget", "registers"):
-        found.add_column(name, justify="right")
+    for name in ("error", "budget", "regs"):
+        found.add_column(name, justify="right", no_wrap=True)
     for key, group in groupby(results, row_of):
         mine = list(group)
         told = {status: n for status, n in counts(mine).items() if n and status != REFUSED}
