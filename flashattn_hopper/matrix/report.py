@@ -49,7 +49,7 @@ def table(results: Sequence[Result]) -> Table:
         caption_justify="left",
     )
     for name in ("arch", "kernel", "dtype", "cells"):
-        found.add_column(name, no_wrap=True)
+        found.add_column(name, no_wrap=name != "cells")
     for name in ("error", "budget", "regs"):
         found.add_column(name, justify="right", no_wrap=True)
     for key, group in groupby(results, row_of):
