@@ -1,4 +1,4 @@
-"""`python -m flashattn_hopper`: train, explain, info."""
+"""`python -m flashattn_hopper`: train, explain, info. matrix/cli.py adds its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _size(name: str, text: str):
     return typer.Option(help=f"{text} (default: {_default(name)})", show_default=False)
 
 
-def _refuse(message: object) -> typer.Exit:
+def refuse(message: object) -> typer.Exit:
     complaints.print(f"[bold red]refused:[/] {escape(str(message))}", soft_wrap=True)
     return typer.Exit(REFUSED)
 
@@ -125,12 +125,12 @@ def train(
     try:
         config = resolve(**chosen, **sizes, seed=seed, compile=compile, out=out)
     except ValueError as error:
-        raise _refuse(error) from error
+        raise refuse(error) from error
     display = Display(config)
     try:
         outcome = run_job(config, on_start=display.start, on_step=display.step)
     except (NotImplementedError, ImportError) as error:  # not offered; or the GPU kernels' compiler is missing
-        raise _refuse(error) from error
+        raise refuse(error) from error
     finally:
         display.stop()
     console.print(report.summary(outcome))
@@ -173,7 +173,7 @@ def explain(
         q, k, v = (torch.empty(batch, *shape, dtype=DTYPES[dtype.value], device=where) for shape in shapes)
         console.print(str(flashattn_hopper.explain(q, k, v, **options)), markup=False, soft_wrap=True)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:  # NotImplementedError is a RuntimeError
-        raise _refuse(error) from error
+        raise refuse(error) from error
 
 
 @app.command()
