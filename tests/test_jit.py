@@ -108,7 +108,7 @@ def result(process):
 def altered(value, field):
     """A copy with another value in one field, past the checks of its constructor."""
     old = getattr(value, field)
-    new = not old if isinstance(old, bool) else old + {int: 1, str: "-other"}[type(old)]
+    new = not old if isinstance(old, bool) else 64 if old is None else old + {int: 1, str: "-other"}[type(old)]
     other = object.__new__(type(value))
     other.__dict__.update(value.__dict__, **{field: new})
     return other
