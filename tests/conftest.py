@@ -30,6 +30,12 @@ def _runs(marker) -> bool:
     return here == (9, 0) if since is None else here is not None and here >= since
 
 
+def pytest_collection_modifyitems(config, items):
+    """Tests marked own_process run where they are asked for, which tests/test_own_process.py does."""
+    if "own_process" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("own_process")]
+
+
 def pytest_runtest_setup(item):
     marker = item.get_closest_marker("gpu")
     if marker and not _runs(marker):

@@ -16,6 +16,8 @@ from flashattn_hopper.spec.tile import Sm80BwdTile, Sm80FwdTile
 from . import cases
 from .test_sm80_fragments import BASE, LANES, Fragment, device_code, filled, matrix, memory  # noqa: F401
 
+pytestmark = pytest.mark.own_process  # device functions run on numpy: no compiler may have rewritten them before
+
 # Modules of kernels/common and kernels/sm80, imported when a test runs: see cases.device_code.
 mask = softmax = walk = work = backward = forward = mainloop = products = shared = None
 
