@@ -290,7 +290,7 @@ class Forward:
         t = self.tile
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         hooks = Loads(
-            *rings[:3],
+            *rings,
             slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
             slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch),
             slices(dev.tma_v, smem.V, dev.mV, (t.tile_n, self.headdim_v), kv_head, work.batch),
@@ -317,7 +317,7 @@ class Forward:
         hooks = Overlapped(
             dev.mma_qk,
             dev.mma_pv,
-            *rings[:3],
+            *rings,
             turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),
             softmax=Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype]),
             rQ=dev.mma_qk.make_fragment_A(thr_qk.partition_A(smem.Q)),
