@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import runner
 from .arguments import problem_of, word_of
-from .ops_fp8 import BWD_FP8, FWD_FP8, SCALARS
+from .ops_fp8 import BWD_FP8, FWD_FP8, SCALARS, dispatched_grads, formula, twice
 from .runner import Memo, Prepared
 
 _lib = torch.library.Library("flashattn_hopper", "DEF")
@@ -43,13 +43,16 @@ SAC_SAVE_OPS = [FWD, FWD_FP8]
 _prepared = Memo()
 
 
-def prepared(q, k, v, scalars) -> Prepared:
+def prepared(q, k, v, scalars, with_forward: bool = True) -> Prepared:
+    """Without a forward for the operator of the backward: what it needs may differ in strides from what ran before,
+    and no kernel is to be compiled that nobody runs."""
     operands = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v))
-    key = (operands, scalars)
+    key = (operands, scalars, with_forward)
     found = _prepared.get(key)
     if found is None:
         problem, backend = _problem(q, k, v, scalars), scalars[-1]
-        found = _prepared.remember(key, Prepared(problem, backend, runner.prepare(problem, backend, q, k, v)))
+        forward = runner.prepare(problem, backend, q, k, v) if with_forward else None
+        found = _prepared.remember(key, Prepared(problem, backend, forward))
     return found
 
 
@@ -63,7 +66,7 @@ def _fwd(q, k, v, *scalars):
 
 def _bwd(dout, dlse, q, k, v, out, lse, *rest):
     *scalars, needs = rest
-    grads = prepared(q, k, v, tuple(scalars)).backward(dout, dlse, q, k, v, out, lse, tuple(needs))
+    grads = prepared(q, k, v, tuple(scalars), with_forward=False).backward(dout, dlse, q, k, v, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -92,30 +95,13 @@ def _setup(ctx, inputs, output):
     ctx.scalars = scalars
 
 
-def _backward(ctx, dout, dlse):
-    nothing = (None,) * len(ctx.scalars)
-    if dout is None and dlse is None:
-        return None, None, None, *nothing
-    return *_dispatched_grads(ctx, ctx.scalars, dout, dlse), *nothing
-
-
-def _dispatched_grads(ctx, scalars, dout, dlse):
-    needs = ctx.needs_input_grad[:3]
-    grads = BWD(dout, dlse, *ctx.saved_tensors, *scalars, needs)
-    return tuple(grad if need else None for grad, need in zip(grads, needs))
-
-
-def _twice(ctx, *grads):
-    raise NotImplementedError("flashattn_hopper: the backward of attention is not differentiable itself")
-
-
 for _key in ("CPU", "CUDA"):
     _lib.impl("fwd", _fwd, _key)
     _lib.impl("bwd", _bwd, _key)
 torch.library.register_fake("flashattn_hopper::fwd", _fwd_fake, lib=_lib)
 torch.library.register_fake("flashattn_hopper::bwd", _bwd_fake, lib=_lib)
-torch.library.register_autograd("flashattn_hopper::fwd", _backward, setup_context=_setup, lib=_lib)
-torch.library.register_autograd("flashattn_hopper::bwd", _twice, lib=_lib)
+torch.library.register_autograd("flashattn_hopper::fwd", formula(BWD), setup_context=_setup, lib=_lib)
+torch.library.register_autograd("flashattn_hopper::bwd", twice, lib=_lib)
 
 
 # The eager door
@@ -142,7 +128,7 @@ class Eager(torch.autograd.Function):
             # drop the term in silence wherever dout is a constant.
             problem, band = call.problem, call.problem.band
             scalars = problem.softmax_scale, band.left, band.right, problem.traits.deterministic, call.backend
-            return *_dispatched_grads(ctx, scalars, dout, dlse), None
+            return *dispatched_grads(BWD, ctx, scalars, dout, dlse), None
         return *call.backward(dout, dlse, *ctx.saved_tensors, ctx.needs_input_grad[:3]), None
 
 

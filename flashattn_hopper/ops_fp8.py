@@ -183,20 +183,25 @@ def _setup(ctx, inputs, output):
     ctx.scalars = inputs[3:]
 
 
-def _backward(ctx, dout, dlse, *_):
-    nothing = (None,) * len(ctx.scalars)
-    if dout is None and dlse is None:
-        return None, None, None, *nothing
-    return *_dispatched_grads(ctx, ctx.scalars, dout, dlse), *nothing
+def formula(operator):
+    """The backward that `torch.library` wants of a forward whose gradients `operator` computes."""
+
+    def backward(ctx, dout, dlse, *_):
+        nothing = (None,) * len(ctx.scalars)
+        if dout is None and dlse is None:
+            return None, None, None, *nothing
+        return *dispatched_grads(operator, ctx, ctx.scalars, dout, dlse), *nothing
+
+    return backward
 
 
-def _dispatched_grads(ctx, scalars, dout, dlse):
+def dispatched_grads(operator, ctx, scalars, dout, dlse):
     needs = ctx.needs_input_grad[:3]
-    grads = BWD_FP8(dout, dlse, *ctx.saved_tensors, *scalars, needs)
+    grads = operator(dout, dlse, *ctx.saved_tensors, *scalars, needs)
     return tuple(grad if need else None for grad, need in zip(grads, needs))
 
 
-def _twice(ctx, *grads):
+def twice(ctx, *grads):
     raise NotImplementedError("flashattn_hopper: the backward of attention is not differentiable itself")
 
 
@@ -208,8 +213,8 @@ for _name, _real, _fake in (
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _real, _key)
     torch.library.register_fake(f"flashattn_hopper::{_name}", _fake, lib=_lib)
-torch.library.register_autograd("flashattn_hopper::fwd_fp8", _backward, setup_context=_setup, lib=_lib)
-torch.library.register_autograd("flashattn_hopper::bwd_fp8", _twice, lib=_lib)
+torch.library.register_autograd("flashattn_hopper::fwd_fp8", formula(BWD_FP8), setup_context=_setup, lib=_lib)
+torch.library.register_autograd("flashattn_hopper::bwd_fp8", twice, lib=_lib)
 
 
 # The eager door
@@ -235,7 +240,7 @@ class EagerFP8(torch.autograd.Function):
             # Why: under create_graph the operator's formula refuses a second derivative.
             band = problem.band
             scalars = problem.softmax_scale, band.left, band.right, problem.traits.deterministic, backend
-            return *_dispatched_grads(ctx, scalars, dout, dlse), None
+            return *dispatched_grads(BWD_FP8, ctx, scalars, dout, dlse), None
         out, core_lse, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         return *_grads(problem, backend, dout, dlse, out, core_lse, saved, needs), None

@@ -50,12 +50,12 @@ class Memo(dict):
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """What is decided for calls with the same shapes, strides, dtypes, devices and scalars: the forward, and, once
-    they have run, the backwards by the layout of dout and by what is needed."""
+    they have run, the backwards by strides and by what is needed."""
 
     problem: AttentionProblem
     backend: str
-    forward: Forward
-    backwards: dict[tuple, Backward] = field(default_factory=dict)
+    forward: Forward | None  # None where only gradients are asked for
+    backwards: Memo = field(default_factory=Memo)
 
     def backward(self, dout, dlse, q, k, v, out, lse, needs):
         # The strides again: what was saved for the backward may come back as a copy.
@@ -63,7 +63,7 @@ class Prepared:
         run = self.backwards.get(key)
         if run is None:
             run = prepare_backward(self.problem, self.backend, dout, q, k, v, needs)
-            self.backwards[key] = run
+            self.backwards.remember(key, run)
         return run(dout, dlse, q, k, v, out, lse)
 
 

@@ -622,6 +622,22 @@ def test_only_wanted_gradients_are_computed(hopper_backward, headdim, needs, wan
     assert all(g.shape == x.shape for g, x in zip(grads, (q, k, v)) if g is not None)
 
 
+def test_a_saved_operand_may_come_back_in_other_strides(hopper_backward):
+    """Under saved-tensor hooks: what was decided for the strides of the forward must not read it in place."""
+    fn, _ = hopper_backward
+    q, k, v = qkv()
+    out, lse = forward_results(q, v)
+    decided = runner.Prepared(problem(q, k, v), "sm90", None)
+    run = lambda q: decided.backward(torch.ones_like(out), None, q, k, v, out, lse, (True,) * 3)
+    run(q)
+    assert fn.last.q is q
+    odd = torch.randn(*q.shape[:3], q.shape[3] + 1).to(q.dtype)[..., :-1]  # rows that TMA cannot read
+    run(odd)
+    assert torch.equal(fn.last.q, odd) and all(step % 8 == 0 for step in fn.last.q.stride()[:-1])
+    run(q)
+    assert fn.last.q is q and len(decided.backwards) == 2
+
+
 @pytest.mark.parametrize(
     "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads": 0, "heads_kv": 0}], ids=str
 )

@@ -332,7 +332,7 @@ class Forward:
         t = self.tile
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         hooks = Loads(
-            *rings[:3],
+            *rings,
             slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
             slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch),
             self.pv.slices(dev.tma_v, smem.V, dev.mV, self.pv.block(t, self.headdim_v), kv_head, work.batch),
@@ -356,7 +356,7 @@ class Forward:
         thr_qk = dev.mma_qk.get_slice(0)
         hooks = (Serial if t.serial else Overlapped)(
             dev.mma_qk,
-            *rings[:3],
+            *rings,
             turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),
             softmax=self.softmax(dev),
             pv=self.pv.of(dev.mma_pv, rings.v, smem.V, t, self.headdim_v),

@@ -110,14 +110,14 @@ class PingPong:
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=2 * WARPGROUP)
 
 
-def arrive_after_stores(barrier, warps, lane):
-    """Where `warps` is not 0: wait until the warp's bulk stores have read shared memory, then arrive at `barrier`.
+def arrive_after_stores(barrier, wanted, lane):
+    """In a warp whose `wanted` is not 0: wait until its bulk stores have read shared memory, then arrive at `barrier`.
 
     Why predicates: a branch between matrix instructions can make the compiler wait for each of them.
     """
     llvm.inline_asm(
         None,
-        [Int32(warps).ir_value(), Int32(lane).ir_value(), barrier.toint().ir_value()],
+        [Int32(wanted).ir_value(), Int32(lane).ir_value(), barrier.toint().ir_value()],
         "{ .reg .pred p, q; setp.ne.b32 p, $0, 0; setp.eq.and.b32 q, $1, 0, p; "
         "@p cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; @q mbarrier.arrive.shared::cta.b64 _, [$2]; }",
         "r,r,r",
