@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from flashattn_hopper import BlockScaled, hopper_attention, quantize_fp8, reference_fp8, runner_fp8
+from flashattn_hopper import BlockScaled, hopper_attention, jit, quantize_fp8, reference_fp8, runner_fp8
+from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.quantize import E4M3, LARGEST, _quantized, decode, restore_lse, rotate, unrotate
 from flashattn_hopper.spec.mask import Band
 
@@ -31,6 +32,12 @@ MASKS = {
 HEADDIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # batch, seqlen_q, seqlen_k, heads, kv heads
 SHAPES = ((2, 300, 300, 4, 2), (1, 1, 385, 3, 3), (3, 129, 64, 7, 1), (1, 513, 1025, 2, 2), (2, 640, 127, 4, 4))
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """In place of the 16-bit kernels: what the tests of this file launch, compiled by every core."""
+    return jit.warmup(cases.variants(sm90.FORWARD_FP8))
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,14 @@ def thread_again():
     return Int32(asm)
 
 
+def kept(value, lane):
+    """The same Int32 through a shuffle, which the compiler cannot work out anew: it stays in a register.
+
+    Why: what derives from the thread index is read anew in a loop, behind the queue of matrix instructions.
+    """
+    return cute.arch.shuffle_sync(value, lane)
+
+
 def again(value):
     """The same Int32 or Int64, so that the compiler does not know it: what is derived from it is computed anew."""
     kind, bits, letter = (T.i64(), 64, "l") if isinstance(value, Int64) else (T.i32(), 32, "r")

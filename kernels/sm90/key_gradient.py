@@ -29,8 +29,8 @@ from ..common.mask import ColumnMask
 from ..common.schedule import Board
 from ..common.softmax import LOG2_E
 from ..common.tensors import at, band_of
-from ..common.work import DeviceArith, Extent, InOrder, Place, longest_first, thread_again
-from .key_products import Products
+from ..common.work import DeviceArith, Extent, InOrder, Place, again, kept, longest_first, thread_again
+from .key_products import Products, put_off
 from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
 from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
@@ -347,7 +347,9 @@ class KeyGradient:
             rdS, rKt, put,
             fragment(dev.mma_s, t.tile_m), operand(dev.mma_dv), operand(dev.mma_dk),
             fragment(dev.mma_dk, self.headdim), fragment(dev.mma_dv, self.headdim_v),
-            smem.stats, dev.scale_log2, 2 * (place.lane % 4), not t.dq_by_rows, dq_n, self.num_consumers,
+            None if const_expr(self.split) else cute.make_rmem_tensor(4 * put_off(not t.dq_by_rows), Float32),
+            smem.stats, dev.scale_log2, 2 * kept(place.lane % 4, place.lane),
+            not t.dq_by_rows, dq_n, self.num_consumers,
         )  # fmt: skip
         slot, kv, order = first_slot(), first_slot(), self.order(dev)
         if const_expr(self.dynamic):
@@ -387,22 +389,33 @@ class KeyGradient:
         seg = self.segments(dev, work)
         hooks.dK.fill(0.0)
         hooks.dV.fill(0.0)
+        if const_expr(not self.split):
+            hooks.late.fill(0.0)
         # Where this thread's sums of dQ go, for the first query tile of a head.
         mine = (place.wg * (SLAB * t.dq_columns(self.headdim) // 4) + place.warp * 32 + place.lane) * 16
         dq_head = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
         hooks.rings.kv.wait(kv)
+        # Why kept: worked out anew in the loop, they would take registers that the sums have not left yet.
+        full_begin, full_end = [kept(limit, place.lane) for limit in (seg.full_begin, seg.full_end)]
+        step = t.tile_m * self.headdim * 4
         for _ in cutlass.range(group, unroll=1):
+            target = dq_head + (Int64(seg.begin) - 1) * step
             for m in cutlass.range(seg.begin, seg.end, unroll=1):
+                # Why now: later it would take registers that the sums have not left yet.
+                partial = again(Int32((m < full_begin) | (m >= full_end)))
                 hooks.rings.q.wait(slot)
                 hooks.scores(slot, kv)
-                dP = hooks.score_gradients(slot, kv)
-                hooks.exponents(slot)
-                if (m < seg.full_begin) | (m >= seg.full_end):
+                dP = hooks.score_gradients(slot, kv, target, m > seg.begin)
+                if partial != 0:
                     # Its place is worked out anew, so as not to occupy registers elsewhere.
                     self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
                 hooks.gradients(dP, slot)
-                hooks.products(slot, kv, dq_head + Int64(m) * (t.tile_m * self.headdim * 4))
+                hooks.meet()
+                # Only now: the sums of the tile before this one have read the register.
+                target = again(target + step)
+                hooks.products(slot, kv, target)
                 slot = slot.next()
+            hooks.add_late(target, seg.end > seg.begin)
             dq_head = dq_head + padded * (4 * self.headdim)
         return slot
 
