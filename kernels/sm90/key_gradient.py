@@ -30,7 +30,7 @@ from ..common.schedule import Board
 from ..common.softmax import LOG2_E
 from ..common.tensors import at, band_of
 from ..common.work import DeviceArith, Extent, InOrder, Place, again, kept, longest_first, thread_again
-from .key_products import Products, put_off
+from .key_products import AHEAD, Products
 from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
 from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
@@ -322,7 +322,7 @@ class KeyGradient:
     @cute.jit
     def consume(self, dev, rings, smem, board):
         """Consumer warpgroups: 64 keys each."""
-        t, dq_n = self.tile, self.tile.dq_columns(self.headdim)
+        t, dq_n, ahead = self.tile, self.tile.dq_columns(self.headdim), AHEAD[self.tile.tile_m]
         place = consumer(cute.arch.thread_idx()[0])
         wg = place.wg
         flip = lambda s: cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
@@ -347,9 +347,10 @@ class KeyGradient:
             rdS, rKt, put,
             fragment(dev.mma_s, t.tile_m), operand(dev.mma_dv), operand(dev.mma_dk),
             fragment(dev.mma_dk, self.headdim), fragment(dev.mma_dv, self.headdim_v),
-            None if const_expr(self.split) else cute.make_rmem_tensor(4 * put_off(not t.dq_by_rows), Float32),
+            cute.make_rmem_tensor(ahead.lse, Float32),
+            None if const_expr(self.split) else cute.make_rmem_tensor(4 * ahead.late, Float32),
             smem.stats, dev.scale_log2, 2 * kept(place.lane % 4, place.lane),
-            not t.dq_by_rows, dq_n, self.num_consumers,
+            not t.dq_by_rows, dq_n, self.num_consumers, ahead,
         )  # fmt: skip
         slot, kv, order = first_slot(), first_slot(), self.order(dev)
         if const_expr(self.dynamic):
@@ -398,23 +399,29 @@ class KeyGradient:
         # Why kept: worked out anew in the loop, they would take registers that the sums have not left yet.
         full_begin, full_end = [kept(limit, place.lane) for limit in (seg.full_begin, seg.full_end)]
         step = t.tile_m * self.headdim * 4
-        for _ in cutlass.range(group, unroll=1):
+        if seg.begin < seg.end:
+            hooks.rings.q.wait(slot)
+        hooks.read_ahead(slot)
+        for g in cutlass.range(group, unroll=1):
             target = dq_head + (Int64(seg.begin) - 1) * step
             for m in cutlass.range(seg.begin, seg.end, unroll=1):
                 # Why now: later it would take registers that the sums have not left yet.
                 partial = again(Int32((m < full_begin) | (m >= full_end)))
-                hooks.rings.q.wait(slot)
                 hooks.scores(slot, kv)
                 dP = hooks.score_gradients(slot, kv, target, m > seg.begin)
                 if partial != 0:
                     # Its place is worked out anew, so as not to occupy registers elsewhere.
                     self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
                 hooks.gradients(dP, slot)
+                following = slot.next()
+                if (m + 1 < seg.end) | (g + 1 < group):
+                    hooks.rings.q.wait(following)
+                hooks.read_ahead(following)  # after the last tile whatever is there, for nobody
                 hooks.meet()
                 # Only now: the sums of the tile before this one have read the register.
                 target = again(target + step)
                 hooks.products(slot, kv, target)
-                slot = slot.next()
+                slot = following
             hooks.add_late(target, seg.end > seg.begin)
             dq_head = dq_head + padded * (4 * self.headdim)
         return slot

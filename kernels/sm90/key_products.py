@@ -1,7 +1,7 @@
 """The matrix products of a consumer that owns 64 keys: S, dP, dV, dK, and its half of dQ."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -30,13 +30,16 @@ def reduce4(address, values, wanted):
     )
 
 
-# Values of lse that a thread reads before scores are waited for; more do not fit the registers.
-LSE_AHEAD = 16
+class Ahead(NamedTuple):
+    """What is moved away from its natural place so that nothing waits for the sums of dQ to leave, see Products."""
+
+    lse: int  # values that a thread reads a tile ahead
+    delta: int  # values that it reads before it waits for dP
+    late: int  # vectors of four sums of dQ that it adds under the next tile's scores
 
 
-def put_off(early):
-    """How many of a thread's vector sums of dQ are added under the next tile's scores, see Products."""
-    return 4 if early else 2
+# By tile_m. More does not fit the registers.
+AHEAD = {64: Ahead(16, 8, 2), 128: Ahead(16, 0, 1)}
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Products:
     dS: cute.Tensor
     dK: cute.Tensor
     dV: cute.Tensor
+    lse: cute.Tensor  # of the next tile's first columns
     late: Any  # the sums of dQ that are put off
     stats: cute.Tensor
     scale_log2: Float32
@@ -75,13 +79,21 @@ class Products:
     early: bool  # dV is issued before dP is waited for: P in 16 bits beside P and dP in 32 must fit
     dq_n: int
     num_consumers: int
+    ahead: Ahead
 
-    def columns(self, which, slot, ahead):
-        """lse (0) or delta (1) for each element of a score fragment, the first `ahead` different ones read now."""
-        value = lambda j: self.stats[self.col + (j // 2) * 8 + j % 2, which, slot.index]
-        read = [value(j) for j in range(ahead)]
+    def stat(self, which, column, slot):
+        """lse (0) or delta (1) of one of this thread's columns."""
+        return self.stats[self.col + column // 2 * 8 + column % 2, which, slot.index]
+
+    def columns(self, which, slot, read):
+        """lse or delta for each element of a score fragment, where the first columns are `read` already."""
         columns = [i // 4 * 2 + i % 2 for i in range(cute.size(self.S))]
-        return lambda i: read[columns[i]] if columns[i] < ahead else value(columns[i])
+        return lambda i: read[columns[i]] if columns[i] < len(read) else self.stat(which, columns[i], slot)
+
+    def read_ahead(self, slot):
+        """Read as much of a tile's lse as fits the registers."""
+        for j in range(cute.size(self.lse)):
+            self.lse[j] = self.stat(0, j, slot)
 
     def scores(self, slot, kv):
         """Issue S."""
@@ -90,7 +102,7 @@ class Products:
     def add_late(self, target, wanted):
         """Where `wanted`: add the sums that `products` has put off, with the same `target`."""
         if self.put is not None:
-            self.add(target, self.late, self.dq_n // 8 - put_off(self.early), wanted)
+            self.add(target, self.late, self.dq_n // 8 - self.ahead.late, wanted)
 
     def add(self, target, sums, first, wanted):
         """Sums of dQ, from vector `first` of this thread on."""
@@ -99,7 +111,7 @@ class Products:
 
     def score_gradients(self, slot, kv, target, wanted):
         """Issue dP, and add the sums that the tile before has put off where they are wanted. S is done afterwards."""
-        lse = self.columns(0, slot, LSE_AHEAD)
+        lse = self.columns(0, slot, [self.lse[j] for j in range(cute.size(self.lse))])
         self.rings.do.wait(slot)
         dP = cute.make_rmem_tensor_like(self.S)
         gemm(self.mma_dp, dP, self.rV[None, None, None, kv.index], self.rdO[None, None, None, slot.index], True)
@@ -120,7 +132,7 @@ class Products:
             self.S[i] = probability(self.S[i])
         if self.early:
             self.values(slot)
-        delta = self.columns(1, slot, 8 if self.early else 0)  # all that fit
+        delta = self.columns(1, slot, [self.stat(1, j, slot) for j in range(self.ahead.delta)])
         warpgroup.wait_group(1 if self.early else 0)
         for i in range(cute.size(dP)):
             dP[i] = self.S[i] * (dP[i] - delta(i))
@@ -150,9 +162,9 @@ class Products:
         self.rings.do.release(slot)
         if self.put is not None:
             now = cute.size(dQ) - cute.size(self.late)
-            self.add(target, cute.make_tensor(dQ.iterator, cute.make_layout(now)), 0, True)
             for i in range(cute.size(self.late)):
                 self.late[i] = dQ[now + i]
+            self.add(target, cute.make_tensor(dQ.iterator, cute.make_layout(now)), 0, True)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read lse and delta
         self.rings.q.release(slot)
