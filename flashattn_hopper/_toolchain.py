@@ -132,16 +132,29 @@ def roomy(function):
     return function
 
 
+_paused = False  # whether the garbage collector is to be started again
+
+
+def _resume():
+    global _paused
+    if _paused:
+        gc.enable()
+    _paused = False
+
+
+os.register_at_fork(after_in_child=_resume)  # a thread that paused it does not exist in the child
+
+
 @contextmanager
 def no_collections():
-    """Why: tracing makes many objects and no garbage worth a look at all that torch has in memory."""
-    enabled = gc.isenabled()
+    """One thread at a time. Why: tracing makes many objects, and a collection visits all that torch made too."""
+    global _paused
+    _paused = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _resume()
 
 
 def linker() -> list[str] | None:
