@@ -185,7 +185,7 @@ def _obtain(spec, traits, tile, arch) -> Callable:
     """From disk, else compiled. Called by one thread per key."""
     cache, link = _cache.current(), _toolchain.linker()
     if cache is None:
-        return _toolchain.positional(_compile_counted(spec, traits, tile, arch))
+        return _callable(spec, traits, tile, arch)
     entry = _entry(spec, traits, tile, arch)
     function = _load(cache, entry, spec, traits, arch)
     if function is not None:
@@ -194,12 +194,11 @@ def _obtain(spec, traits, tile, arch) -> Callable:
         _cache.warn_once(
             "linker", "kernel cache: off, because no C compiler (cc, gcc, clang or $CC) was found to link with"
         )
-        return _toolchain.positional(_compile_counted(spec, traits, tile, arch))
+        return _callable(spec, traits, tile, arch)
     with cache.lock(entry.name):
         function = _load(cache, entry, spec, traits, arch)  # another process may have been first
         if function is None:
-            function = _compile_counted(spec, traits, tile, arch)
-            function = _keep(cache, entry, spec, function, link) or _toolchain.positional(function)
+            function = _keep(cache, entry, spec, traits, tile, arch, link)
         return function
 
 
@@ -224,24 +223,37 @@ def _open(path, entry) -> Callable | None:
         return None
 
 
-def _keep(cache, entry, spec, function, link) -> Callable | None:
-    """Store a fresh kernel, and return it as later processes will get it. None if that is not possible."""
+def _keep(cache, entry, spec, traits, tile, arch, link) -> Callable:
+    """Compile and store, and return the kernel as later processes will get it. What cannot be stored works too."""
+    fresh = _compile_counted(spec, traits, tile, arch)
     try:
-        if sources(spec.entry) != _first_sources(spec.entry):
-            log.info("kernel cache: %s is not kept, its sources changed while this process runs", entry.name)
-            return None
         with _compiling:
-            library = _toolchain.shared_library(function, entry.symbol, link)
+            library = _toolchain.shared_library(fresh, entry.symbol, link)
     except Exception as error:
         _cache.warn_once("export", "kernel cache: %s could not be exported (%s)", entry.name, error)
-        return None
-    path = cache.store(entry.name, library)
-    return None if path is None else _open(path, entry)
+        return _callable(spec, traits, tile, arch)
+    path = None
+    if sources(spec.entry) == _first_sources(spec.entry):
+        path = cache.store(entry.name, library)
+    else:
+        log.info("kernel cache: %s is not kept, its sources changed while this process runs", entry.name)
+    function = None if path is None else _open(path, entry)
+    if function is None:
+        try:
+            function = _toolchain.load_unkept(library, entry.symbol)
+        except Exception:  # no folder for temporary files, or one without the right to execute
+            function = _callable(spec, traits, tile, arch)
+    return function
 
 
-def _compile_counted(spec, traits, tile, arch) -> Callable:
+def _callable(spec, traits, tile, arch) -> Callable:
+    """Compiled in this process, for this process."""
+    return _toolchain.positional(_compile_counted(spec, traits, tile, arch, engine=True))
+
+
+def _compile_counted(spec, traits, tile, arch, engine: bool = False) -> Callable:
     start = time.perf_counter()
-    function = _compile(spec, traits, tile, arch)
+    function = _compile(spec, traits, tile, arch, engine=engine)
     seconds = time.perf_counter() - start
     _tally.compiles += 1
     _tally.seconds_compiling += seconds
@@ -249,14 +261,15 @@ def _compile_counted(spec, traits, tile, arch) -> Callable:
     return function
 
 
-def _compile(spec, traits, tile, arch, options: str = ""):
-    with _compiling:
+@_toolchain.roomy
+def _compile(spec, traits, tile, arch, options: str = "", engine: bool = False):
+    """`engine` makes the result callable, which compiles its host half twice more: not needed to export it."""
+    with _compiling, _toolchain.no_collections():
         cute = _toolchain.import_cute(arch.target)
         module, _, name = spec.entry.partition(":")
         kernel = getattr(importlib.import_module(module), name)(traits, tile)
-        return cute.compile(
-            kernel, *kernel.arguments(), options=f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
-        )
+        options = f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
+        return cute.compile(kernel, *kernel.arguments(), options=options, no_jit_engine=not engine)
 
 
 def compile_cubin(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> bytes:

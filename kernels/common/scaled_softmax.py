@@ -44,13 +44,13 @@ class ScaledSoftmax(Softmax):
 
         `exact` rounds the scaled score before it subtracts, as the maximum was: that cancels at any magnitude.
         """
-        size = const_expr(cute.size(S))
+        exponents = [S[i] for i in range(cute.size(S))]
         alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             scale = self.scale_log2[r] * self.k_scale
             poison[r] = multiply(scale, Float32(0.0))
             scale = cute.arch.fmax(scale, Float32(SMALLEST))
-            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [S[i] for i in row_of(size, r)]))
+            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [exponents[i] for i in row_of(len(exponents), r)]))
             old = self.bias[r]
             # A row or a tile that held inf or NaN has the scale NaN; so becomes the sum of each row that sees it.
             poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r])
@@ -58,12 +58,12 @@ class ScaledSoftmax(Softmax):
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             alpha[r] = cute.arch.exp2(old - new)
-            for i in row_of(size, r):
+            for i in row_of(len(exponents), r):
                 if const_expr(exact):
-                    S[i] = (multiply(S[i], scale) - new) + P_SHIFT
+                    exponents[i] = (multiply(exponents[i], scale) - new) + P_SHIFT
                 else:
-                    S[i] = S[i] * scale + (P_SHIFT - new)
-        self.exponentiate(S, alpha)
+                    exponents[i] = exponents[i] * scale + (P_SHIFT - new)
+        self.exponentiate(S, exponents, alpha)
         for r in cutlass.range_constexpr(2):
             self.row_sum[r] = self.row_sum[r] + poison[r]
         return alpha

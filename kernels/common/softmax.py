@@ -50,8 +50,9 @@ def row_of(size, r):
 
 def rescale(O, alpha):
     """Multiply the two rows of a fragment by a factor each."""
+    factors = alpha[0], alpha[1]
     for i in range(cute.size(O)):
-        O[i] = O[i] * alpha[(i // 2) % 2]
+        O[i] = O[i] * factors[(i // 2) % 2]
 
 
 def probability(x):
@@ -99,23 +100,20 @@ class Softmax:
 
         `exact` keeps the bias in units of the scores and scales after subtracting, which cancels at any magnitude.
         """
-        size = const_expr(cute.size(S))
+        scores = [S[i] for i in range(cute.size(S))]
         alpha = cute.make_rmem_tensor(2, Float32)
         use = cute.make_rmem_tensor(2, Float32)
         before, after = self.units(exact)
         for r in cutlass.range_constexpr(2):
-            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [S[i] for i in row_of(size, r)]))
+            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [scores[i] for i in row_of(len(scores), r)]))
             old = self.bias[r]
             new = cute.arch.fmax(old, top * before)
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             use[r] = new
             alpha[r] = cute.arch.exp2((old - new) * after)
-        if const_expr(exact):
-            self.shift_first(S, use)
-        else:
-            self.shift(S, use)
-        self.exponentiate(S, alpha)
+        shift = self.shift_first if const_expr(exact) else self.shift
+        self.exponentiate(S, shift(scores, use), alpha)
         return alpha
 
     def units(self, exact):
@@ -124,29 +122,28 @@ class Softmax:
 
     def update_optimistic(self, S):
         """As update, with the biases left alone: no maximum to wait for. Follow with `settle`."""
-        self.shift(S, self.bias)
-        self.exponentiate(S, None)
+        self.exponentiate(S, self.shift([S[i] for i in range(cute.size(S))], self.bias), None)
 
-    def shift_first(self, S, bias):
+    def shift_first(self, scores, bias):
         """`bias` in units of the scores."""
-        for i in range(cute.size(S)):
-            S[i] = (S[i] - bias[(i // 2) % 2]) * self.scale_log2
+        biases = bias[0], bias[1]
+        return [(score - biases[(i // 2) % 2]) * self.scale_log2 for i, score in enumerate(scores)]
 
-    def shift(self, S, bias):
-        for i in range(cute.size(S)):
-            S[i] = S[i] * self.scale_log2 - bias[(i // 2) % 2]
+    def shift(self, scores, bias):
+        biases = bias[0], bias[1]
+        return [score * self.scale_log2 - biases[(i // 2) % 2] for i, score in enumerate(scores)]
 
-    def exponentiate(self, X, alpha):
-        """exp2 in place and row sums, in four chains."""
-        size = cute.size(X)
+    def exponentiate(self, P, exponents, alpha):
+        """exp2 into the fragment P and row sums, in four chains."""
+        size = len(exponents)
         for r in range(2):
-            at = row_of(size, r)
-            for i in at:
-                X[i] = cute.arch.exp2(X[i])
-            sums = [X[i] for i in at[:4]]
+            row = [cute.arch.exp2(exponents[i]) for i in row_of(size, r)]
+            for i, p in zip(row_of(size, r), row):
+                P[i] = p
+            sums = row[:4]
             sums[0] = sums[0] + (self.row_sum[r] if alpha is None else self.row_sum[r] * alpha[r])
             for c in range(4, size // 2):
-                sums[c % 4] = sums[c % 4] + X[at[c]]
+                sums[c % 4] = sums[c % 4] + row[c]
             self.row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
 
     @cute.jit
