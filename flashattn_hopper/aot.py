@@ -160,6 +160,7 @@ def write_manifest(out: Path, variants: list[Variant], libraries: dict[Variant, 
         for variant in variants
     ]
     manifest = {"format": _bundle.FORMAT, "package": __version__, "variants": entries}
+    out.mkdir(parents=True, exist_ok=True)
     path, unfinished = out / _bundle.MANIFEST, out / f".{_bundle.MANIFEST}.{os.getpid()}"
     unfinished.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

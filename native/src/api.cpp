@@ -1,0 +1,113 @@
+// The C interface: no exception leaves it, and each failure leaves its text in this thread.
+#include <memory>
+#include <new>
+#include <string>
+
+#include "error.hpp"
+#include "flashattn_hopper.h"
+#include "launch.hpp"
+#include "plan.hpp"
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Work>
+fah_status guarded(Work work) noexcept {
+  try {
+    work();
+    return FAH_OK;
+  } catch (const fah::Error& error) {
+    last_error = error.message;
+    return error.status;
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";  // short enough to need none
+    return FAH_OUT_OF_MEMORY;
+  }
+}
+
+void not_null(const void* pointer, const char* name) {
+  fah::require(pointer != nullptr, std::string(name) + " is NULL");
+}
+
+}  // namespace
+
+extern "C" {
+
+void fah_problem_init(fah_problem* problem) {
+  if (problem == nullptr) return;
+  *problem = {};
+  problem->size = sizeof(*problem);
+  problem->pass = FAH_FORWARD;
+  problem->dtype = FAH_BF16;
+  problem->window_left = problem->window_right = FAH_OPEN;
+  problem->backend = "auto";
+}
+
+fah_status fah_plan_create(const fah_problem* problem, fah_plan** plan) {
+  if (plan != nullptr) *plan = nullptr;
+  return guarded([&] {
+    not_null(problem, "problem");
+    not_null(plan, "plan");
+    auto made = std::make_unique<fah_plan>();
+    fah::make_plan(*problem, *made);
+    *plan = made.release();
+  });
+}
+
+void fah_plan_destroy(fah_plan* plan) { delete plan; }
+
+fah_status fah_plan_workspace(const fah_plan* plan, fah_workspace* workspace) {
+  return guarded([&] {
+    not_null(plan, "plan");
+    not_null(workspace, "workspace");
+    *workspace = plan->workspace;
+  });
+}
+
+const char* fah_plan_variant(const fah_plan* plan) { return plan == nullptr ? nullptr : plan->choice->variant; }
+
+const char* fah_plan_tile(const fah_plan* plan) { return plan == nullptr ? nullptr : plan->choice->tile; }
+
+fah_status fah_forward(const fah_plan* plan, const fah_forward_args* args, void* stream) {
+  return guarded([&] {
+    not_null(plan, "plan");
+    not_null(args, "args");
+    fah::Call(*plan, *args).run(stream);
+  });
+}
+
+fah_status fah_backward(const fah_plan* plan, const fah_backward_args* args, void* stream) {
+  return guarded([&] {
+    not_null(plan, "plan");
+    not_null(args, "args");
+    fah::Call(*plan, *args).run(stream);
+  });
+}
+
+const char* fah_last_error(void) { return last_error.c_str(); }
+
+const char* fah_status_name(fah_status status) {
+  switch (status) {
+    case FAH_OK: return "FAH_OK";
+    case FAH_INVALID_ARGUMENT: return "FAH_INVALID_ARGUMENT";
+    case FAH_UNSUPPORTED: return "FAH_UNSUPPORTED";
+    case FAH_NOT_IN_LIBRARY: return "FAH_NOT_IN_LIBRARY";
+    case FAH_NO_DEVICE: return "FAH_NO_DEVICE";
+    case FAH_CUDA_ERROR: return "FAH_CUDA_ERROR";
+    case FAH_OUT_OF_MEMORY: return "FAH_OUT_OF_MEMORY";
+  }
+  return "unknown status";
+}
+
+const char* fah_version(void) { return FAH_VERSION; }
+
+const char* fah_library_variant(size_t index) {
+  for (const fah::Kernel& kernel : fah::kernels())
+    for (int p = 0; p < kernel.num_ports; ++p)
+      for (int c = 0; c < kernel.ports[p].num_choices; ++c)
+        if (kernel.ports[p].choices[c].function != nullptr && index-- == 0) return kernel.ports[p].choices[c].variant;
+  return nullptr;
+}
+
+}  // extern "C"
