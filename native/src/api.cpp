@@ -1,7 +1,9 @@
 // The C interface: no exception leaves it, and each failure leaves its text in this thread.
 #include <memory>
 #include <new>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "error.hpp"
 #include "flashattn_hopper.h"
@@ -28,6 +30,20 @@ fah_status guarded(Work work) noexcept {
 
 void not_null(const void* pointer, const char* name) {
   fah::require(pointer != nullptr, std::string(name) + " is NULL");
+}
+
+// Each once: several tiles, and deterministic calls, may share a name.
+const std::vector<const char*>& library_variants() {
+  static const std::vector<const char*> names = [] {
+    std::vector<const char*> found;
+    std::set<std::string> seen;
+    for (const fah::Kernel& kernel : fah::kernels())
+      for (const fah::Port& port : kernel)
+        for (const fah::Choice& choice : port)
+          if (choice.function != nullptr && seen.insert(choice.variant).second) found.push_back(choice.variant);
+    return found;
+  }();
+  return names;
 }
 
 }  // namespace
@@ -103,11 +119,8 @@ const char* fah_status_name(fah_status status) {
 const char* fah_version(void) { return FAH_VERSION; }
 
 const char* fah_library_variant(size_t index) {
-  for (const fah::Kernel& kernel : fah::kernels())
-    for (int p = 0; p < kernel.num_ports; ++p)
-      for (int c = 0; c < kernel.ports[p].num_choices; ++c)
-        if (kernel.ports[p].choices[c].function != nullptr && index-- == 0) return kernel.ports[p].choices[c].variant;
-  return nullptr;
+  const std::vector<const char*>& names = library_variants();
+  return index < names.size() ? names[index] : nullptr;
 }
 
 }  // extern "C"

@@ -47,6 +47,9 @@ struct Port {
   const Choice* choices;
   int num_choices;
 
+  const Choice* begin() const { return choices; }
+  const Choice* end() const { return choices + num_choices; }
+
   bool runs_on(int device) const {
     return exact ? device == capability : device / 10 == capability / 10 && device >= capability;
   }
@@ -62,13 +65,17 @@ struct Kernel {
   const char* on_request;  // why "auto" passes it by; "" where it does not
   const Port* ports;
   int num_ports;
+
+  const Port* begin() const { return ports; }
+  const Port* end() const { return ports + num_ports; }
 };
 
 struct Kernels {
-  const Kernel* begin_;
-  const Kernel* end_;
-  const Kernel* begin() const { return begin_; }
-  const Kernel* end() const { return end_; }
+  const Kernel* first;
+  const Kernel* behind;
+
+  const Kernel* begin() const { return first; }
+  const Kernel* end() const { return behind; }
 };
 
 Kernels kernels();

@@ -37,31 +37,30 @@ std::string device_word(int capability) { return text("sm_%d", capability); }
 
 const Port* port_on(const Kernel& kernel, int capability) {
   const Port* best = nullptr;
-  for (const Port* port = kernel.ports; port != kernel.ports + kernel.num_ports; ++port)
-    if (port->runs_on(capability) && (best == nullptr || port->capability > best->capability)) best = port;
+  for (const Port& port : kernel)
+    if (port.runs_on(capability) && (best == nullptr || port.capability > best->capability)) best = &port;
   return best;
 }
 
 // The first choice with room for the head dimensions, or null where they are too large.
 const Choice* first_that_fits(const Port& port, const Traits& t) {
-  for (const Choice* c = port.choices; c != port.choices + port.num_choices; ++c)
-    if (t.headdim <= c->headdim && t.headdim_v <= c->headdim_v && t.dtype == c->dtype && t.mask == c->mask &&
-        t.deterministic == c->deterministic && t.seqlen_k >= c->min_seqlen)
-      return c;
+  for (const Choice& c : port)
+    if (t.headdim <= c.headdim && t.headdim_v <= c.headdim_v && t.dtype == c.dtype && t.mask == c.mask &&
+        t.deterministic == c.deterministic && t.seqlen_k >= c.min_seqlen)
+      return &c;
   return nullptr;
 }
 
 std::string widest(const Port& port) {
   int headdim = 0, headdim_v = 0;
-  for (const Choice* c = port.choices; c != port.choices + port.num_choices; ++c)
-    if (c->headdim + c->headdim_v > headdim + headdim_v) headdim = c->headdim, headdim_v = c->headdim_v;
+  for (const Choice& c : port)
+    if (c.headdim + c.headdim_v > headdim + headdim_v) headdim = c.headdim, headdim_v = c.headdim_v;
   return text("at most %d and %d", headdim, headdim_v);
 }
 
 std::string needed_archs(const Kernel& kernel) {
   std::string archs;
-  for (const Port* port = kernel.ports; port != kernel.ports + kernel.num_ports; ++port)
-    archs += (archs.empty() ? "" : ", ") + device_word(port->capability);
+  for (const Port& port : kernel) archs += (archs.empty() ? "" : ", ") + device_word(port.capability);
   return (kernel.num_ports > 1 ? "needs one of " : "needs ") + archs;
 }
 

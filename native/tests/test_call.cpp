@@ -61,6 +61,28 @@ bool there_is_a_device() {
   return found;
 }
 
+void called(const fah::Kernel& kernel, const fah::Port& port, const fah::Choice& choice) {
+  fah_plan plan{};
+  fah::make_plan(problem_for(kernel, port, choice), plan);
+  CHECK_SAID(plan.choice->variant == std::string(choice.variant), choice.variant);
+  plan.device = 0;
+  plan.num_sms = 132;
+  for (bool want_lse : {true, false}) {
+    const std::string said = enter(plan, want_lse);
+    CHECK_SAID(test::contains(said, "cuda") || test::contains(said, "CUDA"), said);
+    CHECK_SAID(!test::contains(said, "TypeError") && !test::contains(said, "ValueError"), said);
+  }
+  // The check above can fail: operands that do not fit each other are found out.
+  plan.k.shape[3] += 8;
+  CHECK_SAID(test::contains(enter(plan, true), "ValueError"), enter(plan, true));
+  plan.k.shape[3] -= 8;
+  plan.v.strides[1] += 1;
+  CHECK_SAID(test::contains(enter(plan, true), "ValueError"), enter(plan, true));
+  plan.v.strides[1] -= 1;
+  plan.dtype = plan.dtype == fah::DType::bf16 ? fah::DType::fp16 : fah::DType::bf16;
+  CHECK_SAID(test::contains(enter(plan, true), "expected dtype"), enter(plan, true));
+}
+
 }  // namespace
 
 int main() {
@@ -69,28 +91,8 @@ int main() {
     return test::kSkipped;
   }
   for (const fah::Kernel& kernel : fah::kernels())
-    for (const fah::Port* port = kernel.ports; port != kernel.ports + kernel.num_ports; ++port)
-      for (const fah::Choice* choice = port->choices; choice != port->choices + port->num_choices; ++choice) {
-        if (choice->function == nullptr) continue;
-        fah_plan plan{};
-        fah::make_plan(problem_for(kernel, *port, *choice), plan);
-        CHECK_SAID(plan.choice->variant == std::string(choice->variant), choice->variant);
-        plan.device = 0;
-        plan.num_sms = 132;
-        for (bool want_lse : {true, false}) {
-          const std::string said = enter(plan, want_lse);
-          CHECK_SAID(test::contains(said, "cuda") || test::contains(said, "CUDA"), said);
-          CHECK_SAID(!test::contains(said, "TypeError") && !test::contains(said, "ValueError"), said);
-        }
-        // The check above can fail: operands that do not fit each other are found out.
-        plan.k.shape[3] += 8;
-        CHECK_SAID(test::contains(enter(plan, true), "ValueError"), enter(plan, true));
-        plan.k.shape[3] -= 8;
-        plan.v.strides[1] += 1;
-        CHECK_SAID(test::contains(enter(plan, true), "ValueError"), enter(plan, true));
-        plan.v.strides[1] -= 1;
-        plan.dtype = plan.dtype == fah::DType::bf16 ? fah::DType::fp16 : fah::DType::bf16;
-        CHECK_SAID(test::contains(enter(plan, true), "expected dtype"), enter(plan, true));
-      }
+    for (const fah::Port& port : kernel)
+      for (const fah::Choice& choice : port)
+        if (choice.function != nullptr) called(kernel, port, choice);
   return test::checked();
 }

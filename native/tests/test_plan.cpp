@@ -265,7 +265,7 @@ void library_is_listed() {
   size_t n = 0;
   bool forward = false;
   for (; const char* name = fah_library_variant(n); ++n) forward |= test::contains(name, ":fwd.");
-  std::printf("%zu entries of the catalog are linked\n", n);
+  std::printf("%zu variants are linked\n", n);
   CHECK(n > 0 && forward && fah_library_variant(n + 1) == nullptr);
 }
 
