@@ -314,3 +314,14 @@ def test_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"FLASHATTN_HOPPER_AOT={tmp_path / 'out'}" in done.stdout
     assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["variants"]) == 1
+
+
+@needs_dsl
+def test_info_names_the_bundle(bundle, monkeypatch):
+    from flashattn_hopper.train import environment
+
+    assert environment.describe()["kernel bundle"] == f"{bundle} (2 kernels)"
+    monkeypatch.setenv("FLASHATTN_HOPPER_AOT", "/nowhere")
+    assert environment.kernel_bundle() == "unusable: /nowhere"
+    monkeypatch.delenv("FLASHATTN_HOPPER_AOT")
+    assert environment.kernel_bundle() == "none"
