@@ -36,7 +36,7 @@ typedef enum fah_status {
 typedef enum fah_dtype { FAH_BF16 = 1, FAH_FP16 = 2 } fah_dtype;
 typedef enum fah_pass { FAH_FORWARD = 1, FAH_BACKWARD = 2 } fah_pass;
 
-#define FAH_OPEN (-1)     /* a side of the window without an edge */
+#define FAH_OPEN (-1)       /* a side of the window without an edge */
 #define FAH_NO_ORDINAL (-1) /* plan for an architecture without its device; such a plan cannot be launched */
 
 /* What is asked. Begin with fah_problem_init, so that a field of a later version has its default.
@@ -55,16 +55,17 @@ typedef struct fah_problem {
   int32_t num_heads_q, num_heads_kv; /* query head h reads key and value head h / (num_heads_q / num_heads_kv) */
   int32_t headdim, headdim_v;        /* of q and k, of v and out; 0 for headdim_v: as headdim */
   int64_t q_strides[3], k_strides[3], v_strides[3];
-  int64_t dout_strides[3]; /* backward only */
+  int64_t dout_strides[3];           /* backward only */
   int64_t window_left, window_right; /* keys; FAH_OPEN */
   float softmax_scale;               /* 0: 1 / sqrt(headdim) */
   int32_t deterministic;             /* not 0: results repeat bit by bit */
-  const char* backend; /* "auto", or the part of a kernel's name before the dot; NULL is "auto" */
+  const char* backend;               /* "auto", or the part of a kernel's name before the dot; NULL is "auto" */
 } fah_problem;
 
 typedef struct fah_plan fah_plan;
 
-/* What a launch needs beside its tensors. The same memory may serve many launches, one after the other on one stream. */
+/* What a launch needs beside its tensors. The same memory may serve many launches, one after the other on one stream.
+ */
 typedef struct fah_workspace {
   size_t bytes;     /* 0: none */
   size_t alignment; /* of its address */

@@ -165,7 +165,7 @@ def test_a_fresh_process_compiles_nothing(bundle, tmp_path):
     assert "kernel bundle" not in done.stderr
     print("seconds of the first and the second kernel:", *[f"{s:.3f}" for s in answer["seconds"]])
     assert answer["seconds"][0] < 1  # imports tvm_ffi
-    assert answer["seconds"][1] < 0.25
+    assert answer["seconds"][1] < 0.5
 
 
 @needs_dsl

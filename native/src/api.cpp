@@ -105,13 +105,20 @@ const char* fah_last_error(void) { return last_error.c_str(); }
 
 const char* fah_status_name(fah_status status) {
   switch (status) {
-    case FAH_OK: return "FAH_OK";
-    case FAH_INVALID_ARGUMENT: return "FAH_INVALID_ARGUMENT";
-    case FAH_UNSUPPORTED: return "FAH_UNSUPPORTED";
-    case FAH_NOT_IN_LIBRARY: return "FAH_NOT_IN_LIBRARY";
-    case FAH_NO_DEVICE: return "FAH_NO_DEVICE";
-    case FAH_CUDA_ERROR: return "FAH_CUDA_ERROR";
-    case FAH_OUT_OF_MEMORY: return "FAH_OUT_OF_MEMORY";
+    case FAH_OK:
+      return "FAH_OK";
+    case FAH_INVALID_ARGUMENT:
+      return "FAH_INVALID_ARGUMENT";
+    case FAH_UNSUPPORTED:
+      return "FAH_UNSUPPORTED";
+    case FAH_NOT_IN_LIBRARY:
+      return "FAH_NOT_IN_LIBRARY";
+    case FAH_NO_DEVICE:
+      return "FAH_NO_DEVICE";
+    case FAH_CUDA_ERROR:
+      return "FAH_CUDA_ERROR";
+    case FAH_OUT_OF_MEMORY:
+      return "FAH_OUT_OF_MEMORY";
   }
   return "unknown status";
 }

@@ -13,8 +13,24 @@ enum class Mask { full, causal, window };
 
 // Every operand of kernels/common/operands.py that a kernel of this library takes; `none` where a call passes None.
 enum class Operand : uint8_t {
-  none, q_, k_, v_, do_, o_, lse_, dlse_, dq_, dk_, dv_, workspace_, softmax_scale_, window_left_, window_right_,
-  num_ctas_, tickets_, count
+  none,
+  q_,
+  k_,
+  v_,
+  do_,
+  o_,
+  lse_,
+  dlse_,
+  dq_,
+  dk_,
+  dv_,
+  workspace_,
+  softmax_scale_,
+  window_left_,
+  window_right_,
+  num_ctas_,
+  tickets_,
+  count
 };
 
 constexpr int kMostOperands = 16;
@@ -61,7 +77,7 @@ struct Kernel {
   Pass pass;
   unsigned dtypes, masks;  // bit sets
   bool deterministic, gqa;
-  int multiple;  // of head dimensions
+  int multiple;            // of head dimensions
   const char* on_request;  // why "auto" passes it by; "" where it does not
   const Port* ports;
   int num_ports;

@@ -12,7 +12,7 @@
 namespace fah {
 namespace {
 
-constexpr int64_t kAlignment = 8;               // elements of 16 bits: 16 bytes
+constexpr int64_t kAlignment = 8;                  // elements of 16 bits: 16 bytes
 constexpr int64_t kMostStride = int64_t{1} << 39;  // elements: 2^40 bytes
 constexpr const char* kDTypes[] = {"bf16", "fp16"};
 constexpr const char* kMasks[] = {"full", "causal", "window"};
@@ -69,7 +69,8 @@ std::string refusal(const Kernel& kernel, const Traits& t, int capability, const
                     const Choice*& choice) {
   if (backend != "auto" && backend != kernel.backend) return text("backend \"%s\" was asked for", backend.c_str());
   const Port* port = port_on(kernel, capability);
-  if (port == nullptr) return text("%s, the device is %s", needed_archs(kernel).c_str(), device_word(capability).c_str());
+  if (port == nullptr)
+    return text("%s, the device is %s", needed_archs(kernel).c_str(), device_word(capability).c_str());
   if (*kernel.on_request && backend == "auto")
     return text("only with backend \"%s\": %s", kernel.backend, kernel.on_request);
   if (!(kernel.dtypes >> int(t.dtype) & 1)) return text("no %s", kDTypes[int(t.dtype)]);
@@ -130,7 +131,8 @@ void check_extent(const char* name, int32_t value) {
 }
 
 void check_edge(const char* name, int64_t value) {
-  require(value >= FAH_OPEN, text("%s is %lld; expected at least 0 keys, or FAH_OPEN", name, static_cast<long long>(value)));
+  require(value >= FAH_OPEN,
+          text("%s is %lld; expected at least 0 keys, or FAH_OPEN", name, static_cast<long long>(value)));
 }
 
 void check(const fah_problem& p, int headdim_v) {
@@ -175,8 +177,8 @@ int64_t edge(int64_t keys, const fah_problem& p) {
 void make_plan(const fah_problem& given, fah_plan& plan) {
   fah_problem p;
   fah_problem_init(&p);
-  require(given.size == sizeof(p), text("size is %zu; expected %zu: was the problem made by fah_problem_init?",
-                                        given.size, sizeof(p)));
+  require(given.size == sizeof(p),
+          text("size is %zu; expected %zu: was the problem made by fah_problem_init?", given.size, sizeof(p)));
   p = given;
   const int headdim_v = p.headdim_v ? p.headdim_v : p.headdim;
   const std::string backend = p.backend == nullptr ? "auto" : p.backend;
@@ -197,7 +199,7 @@ void make_plan(const fah_problem& given, fah_plan& plan) {
   plan.device = p.device;
   plan.num_sms = device.num_sms;
   const Traits traits{plan.pass, plan.dtype, mask_of(p), p.deterministic != 0, p.num_heads_q != p.num_heads_kv,
-                      p.headdim, headdim_v, p.seqlen_k};
+                      p.headdim, headdim_v,  p.seqlen_k};
   plan.choice = &choose(traits, device.capability, backend);
 
   const bool tickets = plan.choice->takes(Operand::tickets_);

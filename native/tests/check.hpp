@@ -26,4 +26,5 @@ inline bool contains(const std::string& text, const std::string& part) { return 
 }  // namespace test
 
 #define CHECK(condition) test::check(condition, #condition, __FILE__, __LINE__)
-#define CHECK_SAID(condition, said) test::check(condition, std::string(#condition) + ", said: " + (said), __FILE__, __LINE__)
+#define CHECK_SAID(condition, said) \
+  test::check(condition, std::string(#condition) + ", said: " + (said), __FILE__, __LINE__)

@@ -1,8 +1,8 @@
 /* The header is C: it compiles as C99 without a warning, and a C program can plan. */
-#include "flashattn_hopper.h"
-
 #include <stdio.h>
 #include <string.h>
+
+#include "flashattn_hopper.h"
 
 int main(void) {
   fah_problem problem;

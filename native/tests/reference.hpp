@@ -85,11 +85,13 @@ Result attention(const Head& h, const Doubles& q, const Doubles& k, const Double
   }
   const Doubles p16 = rounded<Element>(p, exact);
   r.out = rounded<Element>(product<Row, Row>(p16, v, sq, h.headdim_v, sk), exact);
-  r.dv = rounded<Element>(product<Column, Row>(p16, dout, sk, h.headdim_v, sq), exact);  // p is (Sq, Sk): P^T by columns
+  r.dv =
+      rounded<Element>(product<Column, Row>(p16, dout, sk, h.headdim_v, sq), exact);  // p is (Sq, Sk): P^T by columns
   Doubles ds = product<Row, Column>(dout, v, sq, sk, h.headdim_v);
   for (int i = 0; i < sq; ++i) {
     double delta = -dlse[i];
-    for (int c = 0; c < h.headdim_v; ++c) delta += dout[size_t(i) * h.headdim_v + c] * r.out[size_t(i) * h.headdim_v + c];
+    for (int c = 0; c < h.headdim_v; ++c)
+      delta += dout[size_t(i) * h.headdim_v + c] * r.out[size_t(i) * h.headdim_v + c];
     for (int j = 0; j < sk; ++j) ds[size_t(i) * sk + j] = p[size_t(i) * sk + j] * (ds[size_t(i) * sk + j] - delta);
   }
   ds = rounded<Element>(ds, exact);

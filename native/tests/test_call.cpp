@@ -1,5 +1,5 @@
-// What reaches a kernel, without a GPU: its host half checks types, extents, strides and alignment of all operands before
-// it turns to the device, so an error of CUDA means that all of them were accepted.
+// What reaches a kernel, without a GPU: its host half checks types, extents, strides and alignment of all operands
+// before it turns to the device, so an error of CUDA means that all of them were accepted.
 #include <string>
 #include <vector>
 
@@ -39,7 +39,8 @@ std::string enter(const fah_plan& plan, bool want_lse) {
   float* floats = reinterpret_cast<float*>(at(4096));
   try {
     if (plan.pass == fah::Pass::fwd)
-      fah::Call(plan, fah_forward_args{at(256), at(512), at(1024), at(2048), want_lse ? floats : nullptr, at(8192)}).enter();
+      fah::Call(plan, fah_forward_args{at(256), at(512), at(1024), at(2048), want_lse ? floats : nullptr, at(8192)})
+          .enter();
     else
       fah::Call(plan, fah_backward_args{at(256), at(512), at(768), at(1024), at(1280), floats,
                                         want_lse ? floats : nullptr, at(2048), at(2304), at(2560), at(2816)})

@@ -217,8 +217,8 @@ void compare(const Case& c, const char* dtype, double unit) {
   if (both) {
     CHECK(fah_plan_workspace(backward, &w) == FAH_OK);
     Buffer sums(w.bytes);
-    const fah_backward_args b{dout_.data(), q_.data(), k_at, v_at, out.data(), lse.floats(), dlse_.floats(),
-                              dq.data(), dk.data(), dv.data(), sums.data()};
+    const fah_backward_args b{dout_.data(),   q_.data(), k_at,      v_at,      out.data(), lse.floats(),
+                              dlse_.floats(), dq.data(), dk.data(), dv.data(), sums.data()};
     CHECK_SAID(fah_backward(backward, &b, nullptr) == FAH_OK, name + ": " + fah_last_error());
     CUDA(cudaDeviceSynchronize());
     CHECK_SAID(sums.guarded(), name + ": the workspace is too small");

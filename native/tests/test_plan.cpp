@@ -51,7 +51,9 @@ void refused(fah_status expected, const std::string& part, const Change& change,
 }
 
 void bad_problems() {
-  const auto invalid = [](const std::string& part, const Change& change) { refused(FAH_INVALID_ARGUMENT, part, change); };
+  const auto invalid = [](const std::string& part, const Change& change) {
+    refused(FAH_INVALID_ARGUMENT, part, change);
+  };
   invalid("size is 0", [](auto& p) { p.size = 0; });
   invalid("pass is 7; expected FAH_FORWARD or FAH_BACKWARD", [](auto& p) { p.pass = static_cast<fah_pass>(7); });
   invalid("dtype is 0; expected FAH_BF16 or FAH_FP16", [](auto& p) { p.dtype = static_cast<fah_dtype>(0); });
@@ -167,14 +169,16 @@ void launches_that_cannot_be() {
   bad_addresses<fah_forward_args, const void*>(
       forward.plan, f, fah_forward,
       {{"q", &fah_forward_args::q}, {"k", &fah_forward_args::k}, {"v", &fah_forward_args::v}}, false);
-  bad_addresses<fah_forward_args, void*>(
-      forward.plan, f, fah_forward, {{"out", &fah_forward_args::out}, {"workspace", &fah_forward_args::workspace}}, false);
+  bad_addresses<fah_forward_args, void*>(forward.plan, f, fah_forward,
+                                         {{"out", &fah_forward_args::out}, {"workspace", &fah_forward_args::workspace}},
+                                         false);
   bad_addresses<fah_forward_args, float*>(forward.plan, f, fah_forward, {{"lse", &fah_forward_args::lse}}, true);
   using B = fah_backward_args;
-  const B b{at(256), at(512), at(768), at(1024), at(1280), floats(1536), floats(1792), at(2048), at(2304), at(2560),
-            at(2816)};
+  const B b{at(256),      at(512),  at(768),  at(1024), at(1280), floats(1536),
+            floats(1792), at(2048), at(2304), at(2560), at(2816)};
   bad_addresses<B, const void*>(backward.plan, b, fah_backward,
-                                {{"dout", &B::dout}, {"q", &B::q}, {"k", &B::k}, {"v", &B::v}, {"out", &B::out}}, false);
+                                {{"dout", &B::dout}, {"q", &B::q}, {"k", &B::k}, {"v", &B::v}, {"out", &B::out}},
+                                false);
   bad_addresses<B, void*>(backward.plan, b, fah_backward,
                           {{"dq", &B::dq}, {"dk", &B::dk}, {"dv", &B::dv}, {"workspace", &B::workspace}}, false);
   bad_addresses<B, const float*>(backward.plan, b, fah_backward, {{"lse", &B::lse}}, false);
