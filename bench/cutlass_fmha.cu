@@ -92,7 +92,8 @@ int cutlass_fmha_forward(int causal, int batch, int heads, int seqlen_q, int seq
 }
 
 const char* cutlass_fmha_version() {
-  static const std::string version = cutlass::getVersionString();
+  static const std::string version =
+      std::to_string(CUTLASS_MAJOR) + "." + std::to_string(CUTLASS_MINOR) + "." + std::to_string(CUTLASS_PATCH);
   return version.c_str();
 }
 

@@ -327,7 +327,8 @@ void host_time(const char* backend) {
 
 }  // namespace
 
-int main() {
+// The argument is a backend; otherwise the one of the device.
+int main(int words, char** word) {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
     std::puts("skipped: no GPU here");
@@ -335,7 +336,8 @@ int main() {
   }
   cudaDeviceProp device;
   CUDA(cudaGetDeviceProperties(&device, 0));
-  const char* backend = device.major == 9 && device.minor == 0 ? "sm90" : "sm80";
+  const bool hopper = device.major == 9 && device.minor == 0;
+  const char* backend = words > 1 ? word[1] : hopper ? "sm90" : "sm80";
   std::printf("%s, sm_%d%d, backend %s\n", device.name, device.major, device.minor, backend);
   for (int headdim : {64, 128})
     for (reference::Window window : {reference::Window{-1, -1}, {-1, 0}, {100, 7}})
