@@ -144,7 +144,7 @@ def objects(out: Path, variants: Iterable[Variant], processes: int | None = None
     files = {variant: jit.object_file(out, jit.entry_of(*variant)) for variant in variants}
     missing = [variant.name for variant, file in files.items() if not file.exists()]
     if missing:
-        raise RuntimeError(f"not in {out}, though compiled: {', '.join(missing)}; was a source edited meanwhile?")
+        raise RuntimeError(f"not in {out}, though compiled: {', '.join(missing)}")
     return files
 
 

@@ -376,12 +376,15 @@ def _keep_in(folder: Path, variant) -> None:
 
 
 def _export_to(folder: Path, variant) -> None:
-    path = object_file(folder, entry_of(*variant))
+    entry = entry_of(*variant)
     function = _compile_counted(*variant)
+    if sources(variant[0].entry) != _first_sources(variant[0].entry):
+        raise RuntimeError("its sources changed meanwhile")
+    path = object_file(folder, entry)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     with _compiling:
-        function.export_to_c(str(unfinished), function_name=entry_of(*variant).symbol)
+        function.export_to_c(str(unfinished), function_name=entry.symbol)
     os.replace(unfinished, path)
 
 

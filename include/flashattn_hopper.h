@@ -30,7 +30,8 @@ typedef enum fah_status {
   FAH_NOT_IN_LIBRARY = 3,   /* the catalog's kernel for this was not compiled into this library */
   FAH_NO_DEVICE = 4,        /* no driver, no GPU, or no such device */
   FAH_CUDA_ERROR = 5,       /* the driver, or a launch, failed */
-  FAH_OUT_OF_MEMORY = 6     /* of the host */
+  FAH_OUT_OF_MEMORY = 6,    /* of the host */
+  FAH_INTERNAL_ERROR = 7    /* a fault of this library */
 } fah_status;
 
 typedef enum fah_dtype { FAH_BF16 = 1, FAH_FP16 = 2 } fah_dtype;

@@ -325,3 +325,23 @@ def test_info_names_the_bundle(bundle, monkeypatch):
     assert environment.kernel_bundle() == "unusable: /nowhere"
     monkeypatch.delenv("FLASHATTN_HOPPER_AOT")
     assert environment.kernel_bundle() == "none"
+
+
+@needs_dsl
+def test_object_files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    files = aot.objects(tmp_path / "objects", [TOY], processes=1)
+    assert files == {TOY: jit.object_file(tmp_path / "objects", jit.entry_of(*TOY))}
+    blob = files[TOY].read_bytes()
+    assert blob[:4] == b"\x7fELF" and f"__tvm_ffi_{jit.entry_of(*TOY).symbol}".encode() in blob
+    assert [path.name for path in files[TOY].parent.iterdir()] == [files[TOY].name]
+    assert jit.export(tmp_path / "objects", [TOY]) == jit.Stats()
+
+
+@needs_dsl
+def test_edited_sources_are_not_exported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setattr(jit, "_first_sources", lambda entry: "as they were when the process started")
+    with pytest.raises(RuntimeError, match="its sources changed meanwhile"):
+        jit._export_to(tmp_path / "objects", TOY)
+    assert not (tmp_path / "objects").exists()

@@ -3,6 +3,7 @@
 #include <new>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "error.hpp"
@@ -19,12 +20,15 @@ fah_status guarded(Work work) noexcept {
   try {
     work();
     return FAH_OK;
-  } catch (const fah::Error& error) {
-    last_error = error.message;
+  } catch (fah::Error& error) {
+    last_error = std::move(error.message);
     return error.status;
   } catch (const std::bad_alloc&) {
     last_error = "out of memory";  // short enough to need none
     return FAH_OUT_OF_MEMORY;
+  } catch (const std::exception&) {
+    last_error = "internal error";
+    return FAH_INTERNAL_ERROR;
   }
 }
 
@@ -117,6 +121,8 @@ const char* fah_status_name(fah_status status) {
       return "FAH_NO_DEVICE";
     case FAH_CUDA_ERROR:
       return "FAH_CUDA_ERROR";
+    case FAH_INTERNAL_ERROR:
+      return "FAH_INTERNAL_ERROR";
     case FAH_OUT_OF_MEMORY:
       return "FAH_OUT_OF_MEMORY";
   }
