@@ -28,6 +28,11 @@ from .spec.problem import BWD, HALF, MASKS, PHASES, Traits
 from .spec.tile import ROW_PAD
 
 DTYPES = tuple(sorted(HALF))
+# What native/src/launch.cpp can pass, by the names of kernels/common/operands.py.
+OPERANDS = (
+    *("q", "k", "v", "do", "o", "lse", "dlse", "dq", "dk", "dv", "workspace"),
+    *("softmax_scale", "window_left", "window_right", "num_ctas", "tickets"),
+)
 CASES = 6000  # of the planner, sampled for the tests
 
 
@@ -90,6 +95,8 @@ def _choice(asked, min_seqlen, variant, linked):
     tile, headdim = variant.tile, variant.traits.headdim
     symbol, operands = linked.get(variant, ("nullptr", ()))
     least, per_row = (tile.workspace_floats(rows, headdim) if asked.phase == BWD else 0 for rows in (0, 1))
+    if unknown := {name for name in operands if name is not None}.difference(OPERANDS):
+        raise RuntimeError(f"{variant.name} takes {', '.join(sorted(unknown))}, which the native library cannot pass")
     names = ", ".join("Operand::" + ("none" if name is None else f"{name}_") for name in operands)
     facts = (
         *(asked.headdim, asked.headdim_v, f"DType::{asked.dtype}", f"Mask::{asked.mask}", _bool(asked.deterministic)),
