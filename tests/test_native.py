@@ -78,7 +78,7 @@ def test_words_are_the_headers():
 def test_an_operand_that_the_library_cannot_pass_is_refused(monkeypatch):
     (variant,) = aot.select(["sm_80:sm80:fwd.bf16.d64.causal"])
     monkeypatch.setattr(native, "OPERANDS", native.OPERANDS[1:])
-    with pytest.raises(RuntimeError, match="d64.causal takes q, which the native library cannot pass"):
+    with pytest.raises(RuntimeError, match=r"d64.causal takes q, which the native library cannot pass"):
         native.tables([variant])
 
 
