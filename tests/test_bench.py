@@ -439,6 +439,45 @@ def test_peers_without_backward_say_so(bench, monkeypatch):
     assert "fa3" in {c.name for c in bench.run.contestants_for("fa3", "fwd")[0]}
 
 
+def test_the_peer_that_cmake_builds(bench, monkeypatch, tmp_path):
+    """Absent without its library, named when it cannot load, and asked only for what CUTLASS's example computes."""
+    peer, seen = bench.peers.Cutlass(), []
+    monkeypatch.setattr(peer, "library", tmp_path / "libcutlass_fmha.so")
+    assert "no libcutlass_fmha.so; cmake -DFLASHATTN_HOPPER_PEER=ON builds it" in peer.available()
+    peer.library.write_text("no library")
+    assert peer.available().startswith("unavailable: OSError: ")
+
+    class Loaded:
+        answer = 0
+
+        def cutlass_fmha_forward(self, *arguments):
+            seen.append(arguments)
+            return self.answer
+
+    peer.loaded = Loaded()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7}))
+    q, k = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 256, 4, 64, dtype=torch.bfloat16)
+    out = peer.call(q, k, k, scale=0.125)
+    (call,) = seen
+    assert call[:6] == (False, 2, 4, 128, 256, 64) and call[-1] == 7
+    assert call[6:10] == (q.data_ptr(), k.data_ptr(), k.data_ptr(), out.data_ptr()) and out.shape == q.shape
+    peer.loaded.answer = 1
+    with pytest.raises(RuntimeError, match="refuses these lengths"):
+        peer.call(q, k, k)
+    gqa = k[:, :, :2].contiguous()
+    for arguments, options in (
+        ((q, k, k), {"causal": True}),
+        ((q, k, k), {"window": (3, 0)}),
+        ((q, k, k), {"scale": 1.0}),
+        ((q, gqa, gqa), {}),
+        ((q.half(), k.half(), k.half()), {}),
+        ((q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2)), {}),
+    ):
+        with pytest.raises(NotImplementedError):
+            peer.call(*arguments, **options)
+    assert len(seen) == 2
+
+
 def test_ours_trains_through_the_public_function(bench, monkeypatch):
     torch.manual_seed(0)
     (asked,) = bench.run.run_cell(backward_cell(bench, Band()), [bench.peers.OURS], brief(bench), "cpu")

@@ -51,7 +51,7 @@ def folder(tmp_path, monkeypatch, caplog):
 
 
 def key_of(spec=SPEC, traits=TRAITS, tile=TILE, arch=SM90):
-    return jit._entry(spec, traits, tile, arch).name.split(".")[-2]
+    return jit.entry_of(spec, traits, tile, arch).name.split(".")[-2]
 
 
 def entries(folder):
@@ -435,7 +435,7 @@ def test_damaged_entry_is_replaced(folder, caplog, damage):
 def test_entry_of_another_key_is_refused(folder):
     jit.compiled(*VARIANT)
     (path,) = entries(folder)
-    other = jit._entry(SPEC, replace(TRAITS, dtype="fp16"), TILE, SM90).name
+    other = jit.entry_of(SPEC, replace(TRAITS, dtype="fp16"), TILE, SM90).name
     (folder / other).write_bytes(path.read_bytes())
     assert _cache.current().find(other) is None
     assert not (folder / other).exists()
