@@ -1,0 +1,85 @@
+"""The FP8 quantizer alone: bytes a second, beside a copy of as many bytes by torch.
+
+`python bench/run.py quantizer` measures. What counts is what must move: q, k, v read once in 16 bits, codes written.
+That k and v are read twice is the kernel's own affair. The copy reads and writes half of as many bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import fp8
+import peers
+import suites
+import tasks
+import timing
+import torch
+
+SEQLENS = (1024, 4096, 16384)
+QUICK_SEQLENS = (4096,)
+HEADDIMS = (64, 96, 128, 192, 256)
+WRONG = 0.04  # relative error of dequantized e4m3 codes above which a quantizer is not timed; rounding makes .026
+
+
+def cells(quick: bool = False) -> list[suites.Cell]:
+    """Heads as many as the hidden size holds, and grouped heads at headdim 128, where q is most of the work."""
+    lengths = QUICK_SEQLENS if quick else SEQLENS
+    return [
+        *suites.sweep(HEADDIMS, (suites.FULL,), lengths, dtype="fp8"),
+        *suites.fixed(32, 8, 128, bands=(suites.FULL,), dtype="fp8"),
+    ]
+
+
+def moved_bytes(cell: suites.Cell) -> int:
+    """q, k, v once and their codes; scales and sums are less than a hundredth of it."""
+    rows = cell.batch * cell.seqlen
+    elements = rows * (cell.num_heads_q * cell.headdim + cell.num_heads_kv * (cell.headdim + cell.headdim_v))
+    return elements * (tasks.DTYPES[cell.dtype].itemsize + 1)
+
+
+def judge(ops: tasks.Operands, codes) -> dict[str, float]:
+    """Relative error (Frobenius norm) of what the codes stand for, the largest of q, k and v."""
+    from flashattn_hopper import dequantize, runner_fp8
+
+    scaled = runner_fp8.to_scaled(codes, ops.q.dtype)
+    errors = []
+    for x, code in zip(ops, scaled):
+        exact = x.float()
+        errors.append(((dequantize(code).float() - exact).norm() / exact.norm()).item())
+    return {"rel_error": tasks.rounded(tasks.worst_of(errors))}
+
+
+def rows(cell: suites.Cell, clock, device: str, quantize: Callable) -> list[dict]:
+    """One row for the quantizer and one for the copy."""
+    slug = fp8.quantizer(cell)[1].slug
+    where = {"slug": slug, "batch": cell.batch, "seqlen": cell.seqlen}
+    where |= {"heads": cell.num_heads_q, "kv_heads": cell.num_heads_kv, "window": None}
+    count = moved_bytes(cell)
+    try:
+        ops = tasks.operands(cell, device)
+        known = judge(ops, quantize(*ops))
+        if not known["rel_error"] <= WRONG:
+            raise ValueError(f"wrong result: relative error {known['rel_error']:.1e} of the dequantized codes")
+        source = torch.empty(count // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        calls = {"ours": lambda: quantize(*ops), "copy": lambda: target.copy_(source)}
+        timings = timing.interleave(calls, clock)
+        found = []
+        for name, taken in timings.items():
+            if isinstance(taken, Exception):
+                raise taken
+            rate = count / taken.ms / 1e6
+            speed = {"ms": round(taken.ms, 5), "p20": round(taken.percentile(20), 5), "gb_s": round(rate, 1)}
+            found.append({"contestant": name} | where | speed | (known if name == "ours" else {}))
+    except Exception as error:
+        return [{"contestant": "ours"} | where | {"failed": peers.first_line(error)}]
+    found[0]["share"] = round(found[1]["ms"] / found[0]["ms"], 3)
+    return found
+
+
+def line(found: list[Mapping]) -> str:
+    row = found[0]
+    text = f"{row['slug']:<36} b{row['batch']:<3} s{row['seqlen']:<6} h{row['heads']}:{row['kv_heads']:<3}"
+    if row.get("failed"):
+        return f"{text} failed: {row['failed']}"
+    return f"{text} {row['gb_s']:.0f} GB/s, copy {found[1]['gb_s']:.0f}, share {row['share']:.2f}, err {row['rel_error']:.1e}"
