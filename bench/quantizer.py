@@ -82,4 +82,5 @@ def line(found: list[Mapping]) -> str:
     text = f"{row['slug']:<36} b{row['batch']:<3} s{row['seqlen']:<6} h{row['heads']}:{row['kv_heads']:<3}"
     if row.get("failed"):
         return f"{text} failed: {row['failed']}"
-    return f"{text} {row['gb_s']:.0f} GB/s, copy {found[1]['gb_s']:.0f}, share {row['share']:.2f}, err {row['rel_error']:.1e}"
+    rates = f"{row['gb_s']:.0f} GB/s, copy {found[1]['gb_s']:.0f}, share {row['share']:.2f}"
+    return f"{text} {rates}, err {row['rel_error']:.1e}"
