@@ -69,7 +69,7 @@ def rows(cell: suites.Cell, clock, device: str, quantize: Callable) -> list[dict
             if isinstance(taken, Exception):
                 raise taken
             rate = count / taken.ms / 1e6
-            speed = {"ms": round(taken.ms, 5), "p20": round(taken.percentile(20), 5), "gb_s": round(rate, 1)}
+            speed = {"ms": round(taken.ms, 5), "p20": round(taken.percentile(20), 5), "gb_s": tasks.rounded(rate)}
             found.append({"contestant": name} | where | speed | (known if name == "ours" else {}))
     except Exception as error:
         return [{"contestant": "ours"} | where | {"failed": peers.first_line(error)}]

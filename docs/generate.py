@@ -307,7 +307,8 @@ def fp8_errors_of(results: Mapping, source: str) -> str:
     size = "S={seqlen}, headdim {headdim}, mean of {n} seeds".format(
         **results["settings"], n=len(results["settings"]["seeds"])
     )
-    return f"{size}, torch {results['versions']['torch']} on a CPU. [All rows]({source}).\n\n{grid(head, lines)}"
+    where = f"by the kernels on one {results['gpu']['name']}" if results["gpu"]["num_sms"] else "on a CPU"
+    return f"{size}, torch {results['versions']['torch']} {where}. [All rows]({source}).\n\n{grid(head, lines)}"
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {

@@ -2,7 +2,10 @@
 
 import contextlib
 import ctypes
+import importlib
 import math
+import pathlib
+import sys
 
 import pytest
 import torch
@@ -191,6 +194,83 @@ def test_only_wanted_gradients(emulated, launched, needs):
     ((_, _, sent),) = launched
     assert (bool(sent.dq), bool(sent.dk), bool(sent.dv)) == (needs[0], any(needs[1:]), any(needs[1:]))
     assert [x.grad is not None for x in leaves] == list(needs)
+
+
+@pytest.fixture
+def scripts():
+    """bench/fp8_accuracy.py and fp8_checks.py."""
+    folder = str(pathlib.Path(__file__).resolve().parents[1] / "bench")
+    sys.path.insert(0, folder)
+    try:
+        yield [importlib.import_module(name) for name in ("fp8_accuracy", "fp8_checks")]
+    finally:
+        sys.path.remove(folder)
+        for name in ("fp8_accuracy", "fp8_checks", "record"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8, int8 q and k", "fp8, no rotation", "fp8, neither"])
+def test_the_scripts_measure_by_kernel_what_they_emulate(launched, scripts, monkeypatch, recipe, mask):
+    """The calls they make on a GPU, with the kernels computed by PyTorch."""
+    accuracy, checks = scripts
+    recipe, band = accuracy.RECIPES[recipe], accuracy.MASKS[mask]
+
+    def quantize(*tensors, int8_qk, **options):
+        scaled = quantize_fp8(*tensors, qk_dtype="int8" if int8_qk else "fp8", **options)
+        return runner_fp8.from_scaled(*scaled)._replace(k_mean=scaled[1].mean, logit_offset=scaled[0].logit_offset)
+
+    def bind(chosen, problem, dtype, device):
+        assert problem.traits.mask == mask and problem.traits.int8_qk == ("qk_dtype" in recipe)
+
+        def attended(codes, want_lse=True):
+            scaled = runner_fp8.to_scaled(codes, dtype)
+            out, core = reference_fp8.forward(*scaled, problem.band, problem.softmax_scale)
+            return out, core, restore_lse(core, scaled[0], problem.softmax_scale)
+
+        return attended
+
+    monkeypatch.setattr(runner_fp8, "quantize", quantize)
+    monkeypatch.setattr(runner_fp8, "bind", bind)
+    q, k, v = accuracy.inputs("normal", 0, seqlen=150, headdim=64)
+    dout = torch.randn_like(q)
+    wanted = accuracy.attend(recipe, q, k, v, dout, band)
+    found = accuracy.by_kernels(recipe, q, k, v, dout, band, 0.125)
+    assert [name for name, *_ in launched] == ["sm90.backward"]
+    for ours, theirs in zip(found, wanted):
+        assert checks.relative(ours, theirs) < 0.02
+    _, _, out, _, lse = accuracy.forward_by_kernels(recipe, q, k, v, band, 0.125)
+    assert torch.equal(out, found.out) and torch.equal(lse, found.lse)
+    for ours, theirs in zip(accuracy.attend_forward(recipe, q, k, v, band), wanted):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_scripts_compile_what_they_run(launched, scripts, monkeypatch):
+    accuracy, checks = scripts
+    compiled = []
+    monkeypatch.setattr(jit, "warmup", lambda variants: compiled.extend(variants))
+    accuracy.compile_kernels((64,), [{}, checks.INT8, None])
+    accuracy.compile_kernels((128,), [{}], half="fp16", backward=False)
+    slugs = {traits.slug for _, traits, *_ in compiled}
+    assert {f"fwd.fp8.d64.{mask}{end}" for mask in accuracy.MASKS for end in ("", ".int8_qk")} <= slugs
+    assert {f"{phase}.bf16.d64.{mask}" for phase in ("fwd", "bwd") for mask in accuracy.MASKS} <= slugs
+    assert {"quantize.bf16.d64.hadamard.int8_qk.smooth_k", "fwd.fp8.d128.full.fp16_out"} <= slugs
+    assert "quantize.fp16.d128.hadamard.smooth_k" in slugs and "bwd.fp16.d128.full" not in slugs
+
+
+def test_checks_say_what_they_miss(scripts, monkeypatch, tmp_path, capsys):
+    _, checks = scripts
+    nan = float("nan")
+    assert not checks.Check("a", nan, 1.0).ok and not checks.Check("a", nan, 1.0, least=True).ok
+    assert checks.Check("a", 0.9, 1.0).ok and not checks.Check("a", 0.9, 1.0, least=True).ok
+    bad = lambda device: iter([checks.Check("spoiled", nan, 0.1)])
+    monkeypatch.setattr(checks, "CHECKS", (checks.sink, bad))
+    assert checks.main(["--out", str(tmp_path), "--revision", "abc"]) == 1
+    rows = checks.record.load(tmp_path / "cpu" / "fp8_checks.json")["rows"]
+    assert [row["ok"] for row in rows] == [True, False] and rows[1]["value"] is None
+    assert "2 bounds, 1 missed" in capsys.readouterr().out
+    monkeypatch.setattr(checks, "CHECKS", (checks.sink,))
+    assert checks.main(["--out", str(tmp_path), "--revision", "abc"]) == 0
 
 
 def test_explain_names_the_kernel_of_the_gradients(launched):
