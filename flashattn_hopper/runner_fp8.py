@@ -179,7 +179,9 @@ def backward(half: AttentionProblem, backend: str, dout, dlse, q, k, v, out, lse
     keeps lengths, so what their rounding adds is as small as that of any result.
     """
     operands = (decode_as(x, out.dtype) for x in (q, k, v))
-    dq, dk, dv = _prepared(half, backend, out.device).backward(dout, dlse, *operands, out, lse, tuple(needs))
+    key = half, backend, out.device
+    found = _prepared.get(key) or _prepared.remember(key, runner.Prepared(half, backend, None))
+    dq, dk, dv = found.backward(dout, dlse, *operands, out, lse, tuple(needs))
     if q.rotated:
         dq, dk = (None if grad is None else _unrotated(grad) for grad in (dq, dk))
     if dq is not None and dlse is not None and k.mean is not None and k.shape[2]:
@@ -189,11 +191,7 @@ def backward(half: AttentionProblem, backend: str, dout, dlse, q, k, v, out, lse
     return dq, dk, dv
 
 
-@lru_cache(maxsize=1024)
-def _prepared(half, backend, device):
-    return runner.Prepared(half, backend, None)
-
-
+_prepared = runner.Memo()  # backwards of 16-bit problems, by problem, backend and device
 _matrices = runner.Memo()
 
 

@@ -5,6 +5,7 @@ reciprocal.
 """
 
 import importlib
+import itertools
 import math
 import pathlib
 import sys
@@ -12,9 +13,11 @@ import sys
 import pytest
 import torch
 
-from flashattn_hopper import BlockScaled, hopper_attention, quantize_fp8, reference, reference_fp8, runner_fp8
+from flashattn_hopper import BlockScaled, hopper_attention, jit, quantize_fp8, reference, reference_fp8, runner_fp8
+from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.quantize import E4M3, LARGEST, _quantized, decode, dequantize, restore_lse, rotate, unrotate
 from flashattn_hopper.spec.mask import Band
+from flashattn_hopper.spec.problem import QuantizeTraits
 
 from . import cases, oracle
 
@@ -31,6 +34,20 @@ MASKS = {
 HEADDIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # batch, seqlen_q, seqlen_k, heads, kv heads
 SHAPES = ((2, 300, 300, 4, 2), (1, 1, 385, 3, 3), (3, 129, 64, 7, 1), (1, 513, 1025, 2, 2), (2, 640, 127, 4, 4))
+
+
+# Head dimensions that the quantizer compiles and the forward pads
+QUANTIZED = (*HEADDIMS, (64, 256), (16, 16), (80, 80), (160, 96))
+RECIPES = [{"hadamard": h, "smooth_k": s, "int8_qk": i} for h, s, i in itertools.product((True, False), repeat=3)]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """In place of all Hopper kernels: what the tests of this file launch, compiled by every core."""
+    traits = [QuantizeTraits("bf16", *dims, **recipe) for dims in QUANTIZED for recipe in RECIPES]
+    traits += [QuantizeTraits("fp16", *dims) for dims in HEADDIMS]
+    quantizers = [(sm90.QUANTIZER, one, None, sm90.QUANTIZER.arch) for one in traits]
+    return jit.warmup([*cases.variants(sm90.FORWARD_FP8), *cases.variants(sm90.BACKWARD), *quantizers])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +143,7 @@ def check_codes(q, k, v, *, hadamard=True, smooth_k=True, qk_dtype="fp8"):
 
 @pytest.mark.parametrize("qk_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("hadamard, smooth_k", [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("dims", [*HEADDIMS, (64, 256), (16, 16), (80, 80), (160, 96)], ids=str)
+@pytest.mark.parametrize("dims", QUANTIZED, ids=str)
 def test_codes_and_scales_are_those_of_quantize_fp8(dims, hadamard, smooth_k, qk_dtype):
     q, k, v = qkv(dims=dims)
     k += 4 * torch.randn(2, 1, 2, dims[0]).bfloat16()
@@ -449,6 +466,18 @@ def test_only_wanted_gradients_are_those_of_all():
         out.backward(*on_gpu(dout))
         for leaf, need, grad in zip(leaves, needs, every):
             assert torch.equal(leaf.grad.cpu(), grad) if need else leaf.grad is None
+
+
+def test_every_gradient_element_is_written(poison):
+    """The kernel's results; turning them back reads every element."""
+    q, k, v = qkv((2, 300, 70, 4, 2), (96, 96))
+    for needs in ((True, True, True), (True, False, False), (False, True, True)):
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(on_gpu(q, k, v), needs)]
+        out = hopper_attention(*leaves, precision="fp8", causal=True, backend=cases.BACKEND)
+        poison.check(3)
+        out.backward(torch.ones_like(out))
+        assert all(not x.grad.isnan().any() for x, need in zip(leaves, needs) if need)
+        poison.check(1 + (3 if needs[0] and needs[1] else 1 if needs[0] else 2))  # and a workspace
 
 
 def test_gradients_take_no_square_and_no_reference(monkeypatch):

@@ -52,9 +52,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(api, "_calls", runner.Memo())
     monkeypatch.setattr(ops, "_prepared", runner.Memo())
-    runner_fp8._prepared.cache_clear()
-    yield calls
-    runner_fp8._prepared.cache_clear()
+    monkeypatch.setattr(runner_fp8, "_prepared", runner.Memo())
+    return calls
 
 
 def memory(address, like, dtype=None):
