@@ -150,9 +150,11 @@ def pack_values(v: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_values(v: torch.Tensor, seqlen: int) -> torch.Tensor:
-    """The inverse of pack_values: (B, Sk, Hk, Dv), contiguous."""
-    groups = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
-    return groups.flatten(-4)[..., :seqlen].permute(0, 3, 1, 2).contiguous().view(v.dtype)
+    """The inverse of pack_values: (B, Sk, Hk, Dv), contiguous. Order and transposition in one copy."""
+    batch, heads, headdim, keys = v.shape
+    groups = v.view(torch.uint8).view(batch, heads, headdim, keys // 16, 4, 2, 2)  # t, j, i
+    rows = groups.permute(0, 3, 5, 4, 6, 1, 2).reshape(batch, keys, heads, headdim)
+    return rows[:, :seqlen].contiguous().view(v.dtype)
 
 
 # Gradients

@@ -47,7 +47,8 @@ def kernels():
     traits = [QuantizeTraits("bf16", *dims, **recipe) for dims in QUANTIZED for recipe in RECIPES]
     traits += [QuantizeTraits("fp16", *dims) for dims in HEADDIMS]
     quantizers = [(sm90.QUANTIZER, one, None, sm90.QUANTIZER.arch) for one in traits]
-    return jit.warmup([*cases.variants(sm90.FORWARD_FP8), *cases.variants(sm90.BACKWARD), *quantizers])
+    backwards = [variant for variant in cases.variants(sm90.BACKWARD) if not variant[1].deterministic]
+    return jit.warmup([*cases.variants(sm90.FORWARD_FP8), *backwards, *quantizers])
 
 
 @pytest.fixture(scope="module")
