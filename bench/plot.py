@@ -172,10 +172,11 @@ def quantizer_table(results: Mapping) -> str:
     for group in by_cell(results["rows"]):
         row, rate = group[0], {one["contestant"]: one["gb_s"] for one in group if one.get("gb_s")}
         shape = [words(row["slug"])[1], str(row["batch"]), str(row["seqlen"]), f"{row['heads']}:{row['kv_heads']}"]
-        share = f"{row['share']:.2f}" if row.get("share") else "–"
-        lines.append([*shape, *(f"{rate[name]:.0f}" if name in rate else "–" for name in (OURS, "copy")), share])
-    head = ["headdim", "B", "S", "heads", "quantizer", "copy", "share"]
-    return f"GB/s {whence(results)}: q, k, v read once and their codes written.\n\n{grid(head, lines)}\n"
+        shares = [f"{row[name]:.2f}" if row.get(name) else "–" for name in ("share", "least_share")]
+        lines.append([*shape, *(f"{rate[name]:.0f}" if name in rate else "–" for name in (OURS, "copy")), *shares])
+    head = ["headdim", "B", "S", "heads", "quantizer", "copy", "share", "share, k and v once"]
+    what = "q read once, k and v twice, codes written; a copy of as many bytes"
+    return f"GB/s {whence(results)}: {what}.\n\n{grid(head, lines)}\n"
 
 
 def markdown_table(path) -> str:

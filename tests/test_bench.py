@@ -687,7 +687,8 @@ def test_cudnns_graph_has_every_operand(bench, monkeypatch):
 
 def test_quantizer_rows(bench, emulated, tmp_path):
     cell = bench.suites.Cell(2, 200, 4, 2, 32, 32, dtype="fp8")
-    assert bench.quantizer.moved_bytes(cell) == 3 * 400 * 32 * (4 + 2 + 2)
+    assert bench.quantizer.moved_bytes(cell) == 400 * 32 * (4 * 3 + (2 + 2) * 5)
+    assert bench.quantizer.moved_bytes(cell, 1) == 400 * 32 * (4 + 2 + 2) * 3
     ours, copy = bench.quantizer.rows(cell, brief(bench), "cpu", emulated.quantize)
     assert (ours["slug"], ours["kv_heads"]) == ("quantize.bf16.d32.hadamard.smooth_k", 2)
     assert ours["share"] == round(copy["ms"] / ours["ms"], 3) and copy["gb_s"] > 0
@@ -698,9 +699,10 @@ def test_quantizer_rows(bench, emulated, tmp_path):
     assert "wrong result" in row["failed"] and "failed" in bench.quantizer.line([row])
     assert len({c.key for c in bench.quantizer.cells()}) == 16
     head = {"suite": "quantizer", "date": "2026-11-29T1", "revision": "abc", "gpu": {"name": "NVIDIA H200"}}
-    rows = [ours | {"gb_s": 3000, "share": 0.75}, copy | {"gb_s": 4000}]
+    assert ours["least_share"] == pytest.approx(ours["share"] * 24 / 32, abs=1e-3)
+    rows = [ours | {"gb_s": 3000, "share": 0.75, "least_share": 0.6}, copy | {"gb_s": 4000}]
     path = bench.record.save({"schema": 1, **head, "rows": rows}, tmp_path / "quantizer.json")
-    assert "| 32 | 2 | 200 | 4:2 | 3000 | 4000 | 0.75 |" in bench.plot.markdown_table(path)
+    assert "| 32 | 2 | 200 | 4:2 | 3000 | 4000 | 0.75 | 0.60 |" in bench.plot.markdown_table(path)
     assert bench.plot.draw(bench.plot.load(path), tmp_path) == []
 
 
