@@ -41,14 +41,19 @@ QUANTIZED = (*HEADDIMS, (64, 256), (16, 16), (80, 80), (160, 96))
 RECIPES = [{"hadamard": h, "smooth_k": s, "int8_qk": i} for h, s, i in itertools.product((True, False), repeat=3)]
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    """In place of all Hopper kernels: what the tests of this file launch, compiled by every core."""
+def variants():
+    """What the tests of this file launch, but for some backwards of the deterministic order."""
     traits = [QuantizeTraits("bf16", *dims, **recipe) for dims in QUANTIZED for recipe in RECIPES]
     traits += [QuantizeTraits("fp16", *dims) for dims in HEADDIMS]
     quantizers = [(sm90.QUANTIZER, one, None, sm90.QUANTIZER.arch) for one in traits]
     backwards = [variant for variant in cases.variants(sm90.BACKWARD) if not variant[1].deterministic]
-    return jit.warmup([*cases.variants(sm90.FORWARD_FP8), *backwards, *quantizers])
+    return [*cases.variants(sm90.FORWARD_FP8), *backwards, *quantizers]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """In place of all Hopper kernels: those of this file, compiled by every core."""
+    return jit.warmup(variants())
 
 
 @pytest.fixture(scope="module")
