@@ -37,7 +37,7 @@ def ptx(traits):
         return jit._compile(FORWARD_FP8, traits, tile, FORWARD_FP8.arch, options).__ptx__, tile
 
 
-def attend(q, k, v, band, scale):
+def attend(q, k, v, band, scale, late=()):
     """(out, lse, restored lse) of BlockScaled operands, handed over as runner_fp8 and the kernel's host half do."""
     codes = runner_fp8.from_scaled(q, k, v)._replace(logit_offset=q.logit_offset)
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
@@ -67,7 +67,7 @@ def attend(q, k, v, band, scale):
         6: Map(heads_first(out), traits.headdim_v, 64),
     }
     blocks = -(-seqlen_q // tile.tile_m) * heads * batch
-    run(text, parameters, maps, tile.num_threads, blocks, memory)
+    run(text, parameters, maps, tile.num_threads, blocks, memory, late)
     lse = lambda a: memory.read(a, 4 * batch * heads * seqlen_q).view(torch.float32).view(batch, heads, seqlen_q)
     return out, *map(lse, results)
 
@@ -78,10 +78,10 @@ def operands(shape=PLAIN, dims=(64, 64), dtype=torch.bfloat16):
     return [torch.randn(batch, *size).to(dtype) for size in sizes]
 
 
-def check(q, k, v, mask, scale=None, **recipe):
+def check(q, k, v, mask, scale=None, late=(), **recipe):
     codes = quantize_fp8(q, k, v, **recipe)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    out, lse, restored = attend(*codes, MASKS[mask], scale)
+    out, lse, restored = attend(*codes, MASKS[mask], scale, late)
     wanted, core = reference_fp8.forward(*codes, MASKS[mask], scale)
     assert torch.equal(out.isnan(), wanted.isnan())
     # The same products, sums and roundings of P; what differs is the order of float32 sums.
@@ -113,6 +113,51 @@ def check(q, k, v, mask, scale=None, **recipe):
 def test_against_the_emulation(dims, mask, recipe):
     q, k, v = operands(dims=dims)
     check(q, k + 2 * torch.randn(1, 1, 1, dims[0]).bfloat16(), v, mask, **recipe)
+
+
+LATE = {"all late": ("products", "loads", "stores"), "loads early": ("products", "stores")}
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize(
+    "dims, mask, recipe",
+    [
+        ((64, 64), "full", {"qk_dtype": "int8"}),
+        ((128, 128), "causal", {}),
+        ((128, 128), "window", {}),
+        ((192, 192), "causal", {}),
+        ((256, 256), "full", {}),
+    ],
+    ids=str,
+)
+def test_waits_are_where_they_must_be(dims, mask, recipe, late):
+    """700 keys: every stage is used three times."""
+    check(*operands((1, 130, 700, 1, 1), dims), mask, late=LATE[late], **recipe)
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_missing_wait_is_seen(monkeypatch, late):
+    """The two ways of being late find one mistake each: a stage that nobody waits for, and one given back while the
+    product still reads it. Where products take turns, the order of the loads would forgive the second."""
+    from flashattn_hopper.kernels.sm90.pipeline import Ring
+    from flashattn_hopper.kernels.sm90.pv_operand import Promoted, gemm
+
+    def given_back_early(self, slot, i=0):
+        gemm(self.mma, self.T, self.P, self.rV[i][None, None, None, slot.index], True)
+        self.ring.release(slot)
+
+    if late == "loads early":
+        add = Promoted.add
+        monkeypatch.setattr(Promoted, "issue", given_back_early)
+        monkeypatch.setattr(Promoted, "collect", lambda self, slot: add(self, 0))
+    else:
+        monkeypatch.setattr(Ring, "wait", lambda self, slot: None)
+    ptx.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            check(*operands((1, 130, 700, 1, 1), (96, 96)), "full", late=LATE[late])
+    finally:
+        ptx.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 129, 4, 2), (1, 1, 1, 1, 1), (1, 300, 100, 2, 2)], ids=str)
