@@ -188,7 +188,9 @@ class _Warp(_Block):
             return self.mbarriers[self.place(operands[0], active)].phase != parity
         if words[0] not in ("bar", "barrier"):
             return True
-        assert active.all(), "a named barrier that some lanes miss"
+        assert active.all(), "a barrier that some lanes miss"
+        if words[1] == "warp":
+            return True
         voting = words[0] == "barrier"
         number, *count = (int(self.get(x)[0]) for x in operands[int(voting) : 2 + int(voting)])
         barrier = self.named.setdefault(number, _Named())
@@ -293,6 +295,16 @@ class _Warp(_Block):
             self.state.loads.append(arrive)
         else:
             arrive()
+
+    def do_atom(self, words, operands, active, kind):
+        """An addition to one word of global memory, by one lane."""
+        assert active.sum() == 1 and "add" in words, "an atomic of several lanes"
+        lane, place = int(np.argmax(active)), self.place(operands[1], active)
+        self.memory.check(np.array([place]), 4)
+        word = self.memory.bytes[place : place + 4].view(np.int32)
+        before = np.full(32, word[0], np.int32)
+        word += self.get(operands[2]).view(np.int32)[lane]
+        self.put(operands[0], before.view(np.uint32), active)
 
     def do_stmatrix(self, words, operands, active, kind):
         base, offset = _address(operands[0])
