@@ -44,6 +44,10 @@ class Contestant:
         except importlib.metadata.PackageNotFoundError:
             return "unknown"
 
+    def takes(self, cell) -> bool:
+        """Whether it takes part in a cell of a suite at all."""
+        return True
+
     def session(self, deterministic: bool = False) -> contextlib.AbstractContextManager:
         """What to hold around a series of calls, entered outside the timed region."""
         return contextlib.nullcontext()
@@ -263,6 +267,11 @@ class Cutlass(Contestant):
 OURS = Ours()
 PEERS: dict[str, Contestant] = {peer.name: peer for peer in (Cudnn(), Fa3(), Fa4(), Fa2(), Flex(), Cutlass())}
 DEFAULT = ("cudnn", "fa3", "fa4", "fa2")
+
+
+def lineup(names: str) -> tuple[Contestant, ...]:
+    """Ours, then those of the comma-separated `names`."""
+    return OURS, *parse(names)
 
 
 def parse(names: str) -> tuple[Contestant, ...]:

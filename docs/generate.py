@@ -23,7 +23,7 @@ from unittest import mock
 from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.spec.arch import SM90, ArchSpec
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import DTYPES, PHASES, Traits
+from flashattn_hopper.spec.problem import BWD, DTYPES, FWD, PHASES, Traits
 from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, Sm80BwdTile, Sm80FwdTile, TileTable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +113,9 @@ def missing():
         chosen = [spec for spec in rows if not spec.on_request]
         if not any(spec.arch for spec in chosen):
             yield f"- {phase}: no compiled kernel is chosen by itself; {', '.join(f'`{s.name}`' for s in chosen)} run."
+    if compiled := [spec for spec in CATALOG if spec.phase == FWD and spec.arch and "fp8" in spec.dtypes]:
+        names = ", ".join(f"`{spec.name}`" for spec in compiled)
+        yield f"- {BWD} of fp8: after {names}, a kernel for fp16 or bf16 on the dequantized codes."
 
 
 def tiled(spec: KernelSpec):
@@ -304,7 +307,8 @@ def fp8_errors_of(results: Mapping, source: str) -> str:
     size = "S={seqlen}, headdim {headdim}, mean of {n} seeds".format(
         **results["settings"], n=len(results["settings"]["seeds"])
     )
-    return f"{size}, torch {results['versions']['torch']} on a CPU. [All rows]({source}).\n\n{grid(head, lines)}"
+    where = f"by the kernels on one {results['gpu']['name']}" if results["gpu"]["num_sms"] else "on a CPU"
+    return f"{size}, torch {results['versions']['torch']} {where}. [All rows]({source}).\n\n{grid(head, lines)}"
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from . import runner, runner_fp8
+from . import planner, runner, runner_fp8
 from .arguments import problem_of
 from .quantize import E4M3, TILE, BlockScaled, quantize_fp8, restore_lse
 
@@ -102,8 +102,9 @@ def _operands(dtype, q8, k8, v8, q_descale, k_descale, v_descale, k_mean):
 
 
 def _grads(problem, backend, dout, dlse, out, core_lse, saved, needs):
-    q, k, v = _operands(out.dtype, *saved)
-    return runner.backward(problem, backend, dout, dlse, q, k, v, out, core_lse, needs)
+    planned = runner_fp8.gradient_problem(problem, backend, planner.capability_of(out.device))
+    run = runner.backward if planned.traits.dtype == "fp8" else runner_fp8.backward
+    return run(planned, backend, dout, dlse, *_operands(out.dtype, *saved), out, core_lse, needs)
 
 
 def _fwd(q, k, v, *scalars):

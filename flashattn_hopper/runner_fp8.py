@@ -1,19 +1,22 @@
-"""FP8 forwards by kernel: 16-bit tensors through the fused quantizer, or codes that somebody else made.
+"""FP8 by kernel: the forward, from 16-bit tensors through the fused quantizer or from codes that somebody else made,
+and gradients, by a 16-bit kernel on the dequantized codes.
 
-A kernel takes V transposed, with the keys of every 16 in the order in which P leaves the scores (`pack_values`); the
+The forward takes V transposed, with the keys of every 16 in the order in which P leaves the scores (`pack_values`); the
 fused quantizer writes it so, codes of a BlockScaled are turned by PyTorch.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from . import jit, planner, runner
 from .kernels.sm90.specs import QUANTIZER
-from .quantize import E4M3, TILE, BlockScaled, row_scales, tile_scales
-from .spec.problem import AttentionProblem, QuantizeTraits
+from .quantize import E4M3, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
+from .spec.problem import BWD, FP8_FEATURES, AttentionProblem, QuantizeTraits
 
 _CHUNK, _MOST_CHUNKS = 256, 64  # as in kernels/sm90/quantize.py
 
@@ -147,6 +150,65 @@ def pack_values(v: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_values(v: torch.Tensor, seqlen: int) -> torch.Tensor:
-    """The inverse of pack_values: (B, Sk, Hk, Dv), contiguous."""
-    groups = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
-    return groups.flatten(-4)[..., :seqlen].permute(0, 3, 1, 2).contiguous().view(v.dtype)
+    """The inverse of pack_values: (B, Sk, Hk, Dv), contiguous. Order and transposition in one copy."""
+    batch, heads, headdim, keys = v.shape
+    groups = v.view(torch.uint8).view(batch, heads, headdim, keys // 16, 4, 2, 2)  # t, j, i
+    rows = groups.permute(0, 3, 5, 4, 6, 1, 2).reshape(batch, keys, heads, headdim)
+    return rows[:, :seqlen].contiguous().view(v.dtype)
+
+
+# Gradients
+
+
+@lru_cache(maxsize=4096)
+def gradient_problem(problem: AttentionProblem, backend: str, capability: planner.Capability) -> AttentionProblem:
+    """What the gradients of an FP8 problem are planned as: the 16-bit problem of the dequantized codes where a kernel
+    runs that, else the FP8 problem, which the reference runs."""
+    problem = problem.for_phase(BWD)
+    if capability is None or backend == "reference" or problem.traits.fp32_out:
+        return problem
+    word = "fp16" if problem.traits.fp16_out else "bf16"
+    half = replace(problem, traits=replace(problem.traits, dtype=word, **dict.fromkeys(FP8_FEATURES, False)))
+    chosen = planner.plan(half.traits, capability, backend, half.shape)
+    return problem if chosen.spec.arch is None else half
+
+
+def backward(half: AttentionProblem, backend: str, dout, dlse, q, k, v, out, lse, needs):
+    """What reference_fp8.backward computes, by a 16-bit kernel. `half` is what gradient_problem gave.
+
+    Shapes: dout, out (B, Sq, Hq, Dv); dlse, lse (B, Hq, Sq); q, k, v as codes. `out` and `lse` are the forward's own,
+    of the scores that the codes give, so P sums to 1. The kernel's dq and dk are turned back in 16 bits: a rotation
+    keeps lengths, so what their rounding adds is as small as that of any result.
+    """
+    operands = (decode_as(x, out.dtype) for x in (q, k, v))
+    key = half, backend, out.device
+    found = _prepared.get(key) or _prepared.remember(key, runner.Prepared(half, backend, None))
+    dq, dk, dv = found.backward(dout, dlse, *operands, out, lse, tuple(needs))
+    if q.rotated:
+        dq, dk = (None if grad is None else _unrotated(grad) for grad in (dq, dk))
+    if dq is not None and dlse is not None and k.mean is not None and k.shape[2]:
+        mean = k.mean.repeat_interleave(q.shape[2] // k.shape[2], 1)[:, None]
+        push = dlse.float().masked_fill(lse == -torch.inf, 0) * half.softmax_scale
+        dq = dq.add_(push.transpose(1, 2).unsqueeze(-1) * mean)
+    return dq, dk, dv
+
+
+_prepared = runner.Memo()  # backwards of 16-bit problems, by problem, backend and device
+_matrices = runner.Memo()
+
+
+def _unrotated(grad):
+    """quantize.unrotate of contiguous 16-bit values: products with 1 and -1, summed in float32, rounded once."""
+    headdim, device = grad.shape[-1], grad.device
+    key = headdim, grad.dtype, device
+    found = _matrices.get(key)
+    if found is None:
+        found = rotation_matrix(*key)
+        # Trap: what a captured graph fills is filled when the graph is replayed, for nobody else.
+        if not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _matrices.remember(key, found)
+    matrix, scale = found
+    with torch.autocast(device.type, enabled=False):
+        # Why addmm: its alpha multiplies the float32 sums. With beta=0 nothing of the first operand is read.
+        turned = torch.addmm(matrix[0], grad.view(-1, headdim), matrix, beta=0, alpha=scale)
+    return turned.view(grad.shape)

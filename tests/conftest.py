@@ -118,11 +118,12 @@ class Poison:
 @pytest.fixture
 def poison(monkeypatch):
     """See Poison. Every element of an output that a kernel leaves out stays NaN."""
-    from flashattn_hopper import api, ops, runner
+    from flashattn_hopper import api, ops, runner, runner_fp8
 
     poison = Poison()
     monkeypatch.setattr(runner, "_allocator", poison.allocator)
     # What the runner prepares holds its allocator, so calls prepared before or later are kept apart.
     monkeypatch.setattr(api, "_calls", runner.Memo())
-    monkeypatch.setattr(ops, "_prepared", runner.Memo())
+    for module in (ops, runner_fp8):
+        monkeypatch.setattr(module, "_prepared", runner.Memo())
     return poison

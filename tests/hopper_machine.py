@@ -3,8 +3,11 @@
     run(text, parameters, maps, threads, blocks, memory)
 
 What ptx_machine does for threads of one kind, this does for warps that wait for one another: each runs until it has to
-wait. Copies and matrix products happen when they are issued, so that a result does not show a missing wait; a missing
-arrival shows as a deadlock. Matrix products are exact sums, rounded once an instruction; a Hopper GPU keeps fewer bits.
+wait. A missing arrival shows as a deadlock. Copies and matrix products happen when they are issued; those named in
+`late` as late as they may: "products" when a warp waits for their group, "stores" when it waits for them, "loads" one
+by one when nothing else can move. With any of them other warps go on after an arrival. A missing wait shows in results
+of what is late; a stage that is given back too early, where products are late and loads are not. Matrix products are
+exact sums, rounded once an instruction; a Hopper GPU keeps fewer bits.
 
 Shared memory is swizzled by the address, as the hardware does: of a copy by the width of its box, of a matrix operand
 by its descriptor. `maps`: parameter number -> Map, what the host makes a tensor map of.
@@ -13,7 +16,7 @@ by its descriptor. `maps`: parameter number -> Map, what the host makes a tensor
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -98,15 +101,30 @@ class _Named:
             self.arrived, self.vote = 0, False
 
 
-def run(text, parameters, maps, threads, blocks, memory):
+@dataclass
+class _Shared:
+    """What the warps of a block share beside memory. `loads` are those that are to be done yet."""
+
+    maps: dict
+    threads: int
+    blocks: int
+    late: frozenset
+    loads: list = field(default_factory=list)
+    mbarriers: dict = field(default_factory=dict)
+    named: dict = field(default_factory=dict)
+
+
+def run(text, parameters, maps, threads, blocks, memory, late=()):
     code, labels = parse(text)
     for block in range(blocks):
-        shared, mbarriers, named = np.full(SHARED_BYTES, 0xFF, np.uint8), {}, {}
-        state = (maps, mbarriers, named, threads)
+        shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
+        state = _Shared(maps, threads, blocks, frozenset(late))
         warps = [_Warp(code, labels, parameters, memory, shared, w, block, state) for w in range(threads // 32)]
         while warps:
             moved = [warp.run() for warp in warps]
-            assert any(moved), f"deadlock at {[warp.where() for warp in warps]}"
+            if not any(moved):
+                assert state.loads, f"deadlock at {[warp.where() for warp in warps]}"
+                state.loads.pop(0)()
             warps = [warp for warp in warps if not warp.done]
 
 
@@ -124,8 +142,11 @@ class _Warp(_Block):
     def __init__(self, code, labels, parameters, memory, shared, warp, block, state):
         super().__init__(code, labels, parameters, memory, 32, block)
         self.shared, self.warp, self.done, self.joined = shared, warp, False, None
-        self.maps, self.mbarriers, self.named, self.block_threads = state
+        self.state, self.late = state, state.late
+        self.maps, self.mbarriers, self.named = state.maps, state.mbarriers, state.named
+        self.group, self.groups, self.stores = [], [], []  # of products and of stores that wait
         self.registers["%tid.x"] = self.registers["%tid.x"] + np.uint32(32 * warp)
+        self.registers["%nctaid.x"] = np.full(32, state.blocks, np.uint32)
 
     def where(self):
         words, operands, _ = self.code[self.at.min()]
@@ -153,6 +174,10 @@ class _Warp(_Block):
             elif taken.any() and words[0] not in ("mbarrier_wait", "bar", "barrier"):
                 with np.errstate(all="ignore"):
                     self.step(words, operands, taken)
+                if self.late and words[:2] == ["mbarrier", "arrive"]:
+                    return True
+        assert not self.stores, "a store that nobody waited for"
+        assert not self.group and not self.groups, "a product that nobody waited for"
         self.done = True
         return True
 
@@ -163,14 +188,16 @@ class _Warp(_Block):
             return self.mbarriers[self.place(operands[0], active)].phase != parity
         if words[0] not in ("bar", "barrier"):
             return True
-        assert active.all(), "a named barrier that some lanes miss"
+        assert active.all(), "a barrier that some lanes miss"
+        if words[1] == "warp":
+            return True
         voting = words[0] == "barrier"
         number, *count = (int(self.get(x)[0]) for x in operands[int(voting) : 2 + int(voting)])
         barrier = self.named.setdefault(number, _Named())
         if self.joined is None:
             generation = barrier.generation
             barrier.arrive(
-                count[0] if count else self.block_threads, voting and bool(self.registers[operands[3]].any())
+                count[0] if count else self.state.threads, voting and bool(self.registers[operands[3]].any())
             )
             if words[1] == "arrive":
                 return True
@@ -239,7 +266,11 @@ class _Warp(_Block):
 
     def do_cp(self, words, operands, active, kind):
         if "tensor" not in words:
-            return  # groups of stores, which are done at once
+            if "wait_group" in words:
+                for store in self.stores:
+                    store()
+                self.stores.clear()
+            return
         load = words[5] == "shared::cta"
         where, inside = operands[int(load)], operands[1 - int(load)]
         name, coordinates = re.match(r"\[(\S+), \{(.*)\}\]", where).groups()
@@ -247,13 +278,33 @@ class _Warp(_Block):
         at = [int(self.get(x.strip()).view(np.int32)[lane]) for x in coordinates.split(",")]
         tensor, first = self.maps[int(self.get(name)[lane])], self.place(inside, active)
         if not load:
-            tensor.store(at, self.shared, first)
+            if "stores" in self.late:
+                self.stores.append(lambda: tensor.store(at, self.shared, first))
+            else:
+                tensor.store(at, self.shared, first)
             return
         assert active.sum() == 1, "a copy for each lane"
-        tensor.load(at, self.shared, first)
         barrier = self.mbarriers[self.place(operands[2], active)]
-        barrier.num_bytes -= tensor.rows * tensor.span
-        barrier.settle()
+
+        def arrive():
+            tensor.load(at, self.shared, first)
+            barrier.num_bytes -= tensor.rows * tensor.span
+            barrier.settle()
+
+        if "loads" in self.late:
+            self.state.loads.append(arrive)
+        else:
+            arrive()
+
+    def do_atom(self, words, operands, active, kind):
+        """An addition to one word of global memory, by one lane."""
+        assert active.sum() == 1 and "add" in words, "an atomic of several lanes"
+        lane, place = int(np.argmax(active)), self.place(operands[1], active)
+        self.memory.check(np.array([place]), 4)
+        word = self.memory.bytes[place : place + 4].view(np.int32)
+        before = np.full(32, word[0], np.int32)
+        word += self.get(operands[2]).view(np.int32)[lane]
+        self.put(operands[0], before.view(np.uint32), active)
 
     def do_stmatrix(self, words, operands, active, kind):
         base, offset = _address(operands[0])
@@ -264,32 +315,44 @@ class _Warp(_Block):
             self.shared[places[:, None] + np.arange(4)] = self.get(name.strip()).copy().view(np.uint8).reshape(32, 4)
 
     def do_wgmma(self, words, operands, active, kind):
-        if words[1] != "mma_async":
-            return
+        if words[1] == "mma_async":
+            # What an instruction reads when it is issued; registers and shared memory it may read later.
+            value = lambda x: x if x.startswith("{") else int(self.get(x)[0])
+            issued = words, operands[0], value(operands[1]), value(operands[2]), bool(self.registers[operands[3]][0])
+            if "products" in self.late:
+                self.group.append(issued)
+            else:
+                self.product(*issued)
+        elif words[1] == "commit_group":
+            self.groups, self.group = [*self.groups, self.group], []
+        elif words[1] == "wait_group":
+            while len(self.groups) > int(operands[0]):
+                for issued in self.groups.pop(0):
+                    self.product(*issued)
+
+    def product(self, words, target, a, b, sums):
         columns, int8 = int(re.match(r"m64n(\d+)k32", words[4])[1]), "s8" in words
         lane, own = np.arange(32), 16 * (self.warp % 4)
         row, pair = lane // 4, lane % 4
-        if operands[1].startswith("{"):
+        if isinstance(a, str):
             left = np.zeros((16, 32), np.uint8)
-            for i, name in enumerate(operands[1].strip("{}").split(",")):
+            for i, name in enumerate(a.strip("{}").split(",")):
                 codes = self.get(name.strip()).copy().view(np.uint8).reshape(32, 4)
-                for b in range(4):
-                    left[row + 8 * (i % 2), 16 * (i // 2) + 4 * pair + b] = codes[:, b]
+                for e in range(4):
+                    left[row + 8 * (i % 2), 16 * (i // 2) + 4 * pair + e] = codes[:, e]
         else:
-            left = self.matrix(operands[1], 64)[own : own + 16]
+            left = self.matrix(a, 64)[own : own + 16]
         decode = (lambda x: x.view(np.int8).astype(np.float64)) if int8 else (lambda x: _VALUES[x])
-        product = decode(left) @ decode(self.matrix(operands[2], columns)).T
-        sums = bool(self.registers[operands[3]][0])
+        product = decode(left) @ decode(self.matrix(b, columns)).T
         number = np.int32 if int8 else np.float32
-        for e, name in enumerate(operands[0].strip("{}").split(",")):
+        for e, name in enumerate(target.strip("{}").split(",")):
             value = product[row + 8 * (e // 2 % 2), 8 * (e // 4) + 2 * pair + e % 2]
             if sums:
                 value = value + self.get(name.strip()).view(number)
             self.registers[name.strip()] = value.astype(number).view(np.uint32)
 
-    def matrix(self, operand, rows):
+    def matrix(self, descriptor, rows):
         """Rows of 32 bytes that a descriptor names: groups of eight rows, each row as long as the swizzle's span."""
-        descriptor = int(self.get(operand)[0])
         first, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
         span = _SPAN[descriptor >> 62]
         row, byte = np.arange(rows)[:, None], np.arange(32)[None]

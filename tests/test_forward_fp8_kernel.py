@@ -1,6 +1,7 @@
 """The compiled FP8 forward without a GPU: its PTX, run by hopper_machine, against the emulation.
 
 Kernels are cut as in the table but for the schedule: a thread block for each query tile, so that no tickets are drawn.
+One test has the table's own, with two blocks for all tiles.
 """
 
 import functools
@@ -29,26 +30,29 @@ PLAIN = (1, 150, 300, 2, 1)  # batch, seqlen_q, seqlen_k, heads, kv heads
 
 
 @functools.cache
-def ptx(traits):
+def ptx(traits, dynamic=False):
     """Text and tile of what the table compiles for long sequences."""
-    tile = replace(FORWARD_FP8.tiles.find(traits, 4096), schedule="grid", q_stages=1)
+    tile = FORWARD_FP8.tiles.find(traits, 4096)
+    if not dynamic:
+        tile = replace(tile, schedule="grid", q_stages=1)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
         return jit._compile(FORWARD_FP8, traits, tile, FORWARD_FP8.arch, options).__ptx__, tile
 
 
-def attend(q, k, v, band, scale):
+def attend(q, k, v, band, scale, late=(), num_ctas=None):
     """(out, lse, restored lse) of BlockScaled operands, handed over as runner_fp8 and the kernel's host half do."""
     codes = runner_fp8.from_scaled(q, k, v)._replace(logit_offset=q.logit_offset)
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     words = {"int8_qk": q.data.dtype == torch.int8, "fp16_out": q.dtype == torch.float16}
     traits = FORWARD_FP8.compiled(Traits(FWD, "fp8", d, d_v, band.kind, **words))
-    text, tile = ptx(traits)
+    text, tile = ptx(traits, num_ctas is not None)
     memory, out = Memory(1 << 24), torch.full((batch, seqlen_q, heads, d_v), NAN, dtype=q.dtype)
     address = lambda x: struct.pack("<Q", 0 if x is None else memory.add(x))
     numbers = lambda *x: struct.pack(f"<{len(x)}i", *x)
     shape = lambda rows, width, h: numbers(rows, width, h, batch)
     results = [memory.empty(4 * batch * heads * seqlen_q) for _ in range(2)]
+    tickets = memory.add(torch.zeros(2, dtype=torch.int32))
     edges = runner.window_edges(band, Seqlens(seqlen_q, seqlen_k)) if traits.mask == "window" else ()
     parameters = [
         b"", shape(seqlen_q, d, heads), b"", shape(seqlen_k, d, heads_kv),
@@ -56,6 +60,7 @@ def attend(q, k, v, band, scale):
         struct.pack("<Q", results[0]), b"", b"",
         struct.pack("<f", np.float32(scale) * np.float32(np.log2(np.e))),
         *map(numbers, edges),
+        *([] if num_ctas is None else [struct.pack("<Q", tickets)]),
         *map(address, (codes.q_descale, codes.k_descale, codes.v_descale, codes.logit_offset)),
         struct.pack("<Q", results[1]),
     ]  # fmt: skip
@@ -66,8 +71,9 @@ def attend(q, k, v, band, scale):
         4: Map(codes.v, tile.tile_n, traits.headdim_v),
         6: Map(heads_first(out), traits.headdim_v, 64),
     }
-    blocks = -(-seqlen_q // tile.tile_m) * heads * batch
-    run(text, parameters, maps, tile.num_threads, blocks, memory)
+    blocks = num_ctas or -(-seqlen_q // tile.tile_m) * heads * batch
+    run(text, parameters, maps, tile.num_threads, blocks, memory, late)
+    assert not memory.read(tickets, 8).any(), "tickets are left for the next launch"
     lse = lambda a: memory.read(a, 4 * batch * heads * seqlen_q).view(torch.float32).view(batch, heads, seqlen_q)
     return out, *map(lse, results)
 
@@ -78,10 +84,10 @@ def operands(shape=PLAIN, dims=(64, 64), dtype=torch.bfloat16):
     return [torch.randn(batch, *size).to(dtype) for size in sizes]
 
 
-def check(q, k, v, mask, scale=None, **recipe):
+def check(q, k, v, mask, scale=None, late=(), num_ctas=None, **recipe):
     codes = quantize_fp8(q, k, v, **recipe)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    out, lse, restored = attend(*codes, MASKS[mask], scale)
+    out, lse, restored = attend(*codes, MASKS[mask], scale, late, num_ctas)
     wanted, core = reference_fp8.forward(*codes, MASKS[mask], scale)
     assert torch.equal(out.isnan(), wanted.isnan())
     # The same products, sums and roundings of P; what differs is the order of float32 sums.
@@ -113,6 +119,72 @@ def check(q, k, v, mask, scale=None, **recipe):
 def test_against_the_emulation(dims, mask, recipe):
     q, k, v = operands(dims=dims)
     check(q, k + 2 * torch.randn(1, 1, 1, dims[0]).bfloat16(), v, mask, **recipe)
+
+
+LATE = {"all late": ("products", "loads", "stores"), "loads early": ("products", "stores")}
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize(
+    "dims, mask, recipe",
+    [
+        ((64, 64), "full", {"qk_dtype": "int8"}),
+        ((128, 128), "causal", {}),
+        ((256, 256), "full", {}),
+    ],
+    ids=str,
+)
+def test_waits_are_where_they_must_be(dims, mask, recipe, late):
+    """Five tiles of keys in two stages; another kind of tile for each head dimension."""
+    check(*operands((1, 130, 560, 1, 1), dims), mask, late=LATE[late], **recipe)
+
+
+@pytest.mark.parametrize(
+    "dims, mask, recipe",
+    [((64, 64), "full", {}), ((128, 128), "causal", {}), ((256, 256), "causal", {"qk_dtype": "int8"})],
+    ids=str,
+)
+def test_many_tiles_of_a_block(dims, mask, recipe):
+    """What a tile leaves behind for the next: scales of its rows and head, phases of the rings, O in shared memory."""
+    late = LATE["loads early"]
+    check(*operands((2, 270, 300, 2, 1), dims), mask, late=late, num_ctas=2, **recipe)
+
+
+def test_second_attempts_of_a_round():
+    """Of some tiles of a block only; logits beyond 2^22 in log2 units."""
+    q, k, v = operands((1, 600, 300, 2, 1), (128, 128))
+    q[:, 128:256, 0] *= 1000
+    codes = quantize_fp8(q, k, v)
+    out, lse, _ = attend(*codes, Band(), 1e3, num_ctas=2)
+    wanted, core = reference_fp8.forward(*codes, Band(), 1e3)
+    assert core[0, 0, 128:256].abs().max() > 2**22 and core[0, 1].abs().max() < 2**22 and out.isfinite().all()
+    torch.testing.assert_close(lse, core, rtol=1e-6, atol=1e-2)
+    assert ((out - wanted).float().abs().amax(-1) <= 0.02).double().mean() > 0.95
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_missing_wait_is_seen(monkeypatch, late):
+    """The two ways of being late find one mistake each: a stage that nobody waits for, and one given back while the
+    product still reads it. Where products take turns, the order of the loads would forgive the second."""
+    from flashattn_hopper.kernels.sm90.pipeline import Ring
+    from flashattn_hopper.kernels.sm90.pv_operand import Promoted, gemm
+
+    def given_back_early(self, slot, i=0):
+        gemm(self.mma, self.T, self.P, self.rV[i][None, None, None, slot.index], True)
+        self.ring.release(slot)
+
+    if late == "loads early":
+        add = Promoted.add
+        monkeypatch.setattr(Promoted, "issue", given_back_early)
+        monkeypatch.setattr(Promoted, "collect", lambda self, slot: add(self, 0))
+    else:
+        monkeypatch.setattr(Ring, "wait", lambda self, slot: None)
+    ptx.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            check(*operands((1, 130, 560, 1, 1), (96, 96)), "full", late=LATE[late])
+    finally:
+        ptx.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 129, 4, 2), (1, 1, 1, 1, 1), (1, 300, 100, 2, 2)], ids=str)
