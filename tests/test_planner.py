@@ -35,7 +35,7 @@ def test_chosen(capability, backend, kernel):
     assert planner.plan(D128, capability, backend, SHAPE).spec.name == kernel
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (13, 0)])
 def test_other_gpus_are_refused_with_every_reason(capability):
     with pytest.raises(NotImplementedError) as info:
         planner.plan(D128, capability, "auto", SHAPE)
