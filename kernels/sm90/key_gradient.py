@@ -133,7 +133,7 @@ class KeyGradient:
         )
         half, half_v = self.key_width, self.value_width
         lay_q, lay_do = staged(self.dtype, t.tile_m, hd, 2, half), staged(self.dtype, t.tile_m, hd_v, 2, half_v)
-        # Why: half of 96 columns is no whole number of swizzle atoms unless K is swizzled by as much as divides the half.
+        # Why: a warpgroup's columns of dQ must be whole swizzle atoms of K, and 48 columns are so only of 32 bytes.
         unit_k = half if const_expr(self.split) else t.dq_columns(hd)
         lay_k, lay_v = [
             staged(self.dtype, t.tile_n, width, t.kv_stages, unit) for width, unit in ((hd, unit_k), (hd_v, half_v))

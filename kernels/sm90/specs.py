@@ -68,7 +68,8 @@ FORWARD_FP8 = KernelSpec(
 )
 
 # dQ summed in memory costs the fewest products; a kernel of its own repeats bit by bit. Beyond headdim 128 dK and dV of
-# 64 keys fill the registers of two warpgroups, and the sums of dQ would be the bottleneck.
+# 64 keys fill the registers of two warpgroups, and the sums of dQ would be the bottleneck. Headdim 96 with sums has not
+# run on a GPU yet; before, its second row was for both.
 BACKWARD_TILES = TileTable(
     Row(64, BwdTile(128, kv_stages=2), deterministic=(False,)),
     Row(64, BwdTile(128, query_n=128, kv_stages=2), deterministic=(True,)),
