@@ -79,8 +79,8 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
     added = main.count("RED") + main.count("REDG")
     if summed:
         vectors = sum(n for name, n in main.opcodes.items() if name.startswith(("RED.", "REDG.")) and "F32x4" in name)
-        # A quarter of the dQ that a thread holds: tile_m x headdim over the threads of the consumers. What is put off is
-        # added under the next tile's scores, and once more after the last tile.
+        # A quarter of the dQ that a thread holds: tile_m x headdim over the threads of the consumers. What is put off
+        # stands there twice: under the next tile's scores, and after the last tile.
         of_a_thread = tile.tile_m * traits.headdim // (128 * tile.num_consumers)
         assert vectors == added == of_a_thread // 4 + AHEAD[tile.tile_m].late, "dQ is not added in vectors"
     else:
