@@ -88,6 +88,13 @@ class WideKeyGradient(KeyGradient):
         """(query heads of the group, query tiles of this key tile)."""
         return dev.mQ.shape[2] // dev.mK.shape[2], self.segments(dev, work)
 
+    def of_columns(self, smem, which, col, slot):
+        """lse (0) or delta (1) of this thread's queries, read while a product is under way."""
+        read = cute.make_rmem_tensor(self.tile.tile_m // 4, Float32)
+        for j in range(cute.size(read)):
+            read[j] = smem.stats[col + j // 2 * 8 + j % 2, which, slot.index]
+        return read
+
     @cute.jit
     def probabilities(self, dev, shared, smem, work, place, scores):
         """First warpgroup: S^T and P^T of the tile, into shared memory."""
@@ -103,9 +110,10 @@ class WideKeyGradient(KeyGradient):
                 shared.ring_q.wait(slot)
                 S = cute.make_rmem_tensor(dev.mma_s.get_slice(0).partition_shape_C((SLAB, t.tile_m)), Float32)
                 gemm(dev.mma_s, S, rK[None, None, None, 0], rQ[None, None, None, slot.index], True)
+                lse = self.of_columns(smem, 0, col, slot)
                 warpgroup.wait_group(0)
                 for i in range(cute.size(S)):
-                    S[i] = S[i] * dev.scale_log2 - smem.stats[col + (i // 4) * 8 + i % 2, 0, slot.index]
+                    S[i] = S[i] * dev.scale_log2 - lse[i // 4 * 2 + i % 2]
                 if (m < seg.full_begin) | (m >= seg.full_end):
                     mask.apply(S, m)
                 for i in range(cute.size(S)):
@@ -114,8 +122,8 @@ class WideKeyGradient(KeyGradient):
                 to_half(S, P)
                 cute.copy(store, thr.retile(P), thr.partition_D(smem.P[None, None, slot.index]))
                 cute.arch.fence_proxy("async.shared", space="cta")
+                shared.ring_do.wait(slot)  # the other warpgroup has dO when they meet, so this costs nothing
                 self.meet(MEET_BARRIER)
-                shared.ring_do.wait(slot)
                 shared.values(slot)
                 self.meet(MEET_BARRIER + 1)
                 shared.keys(slot)
@@ -138,10 +146,11 @@ class WideKeyGradient(KeyGradient):
                 shared.ring_do.wait(slot)
                 dP = cute.make_rmem_tensor(dev.mma_dp.get_slice(0).partition_shape_C((SLAB, t.tile_m)), Float32)
                 gemm(dev.mma_dp, dP, rV[None, None, None, 0], rdO[None, None, None, slot.index], True)
+                shared.ring_q.wait(slot)  # delta, and Q for what follows: it came before dO
+                delta = self.of_columns(smem, 1, col, slot)
                 warpgroup.wait_group(0)
-                shared.ring_q.wait(slot)  # delta, and Q for what follows
                 for i in range(cute.size(dP)):
-                    dP[i] = dP[i] - smem.stats[col + (i // 4) * 8 + i % 2, 1, slot.index]
+                    dP[i] = dP[i] - delta[i // 4 * 2 + i % 2]
                 self.meet(MEET_BARRIER)
                 half = cute.make_rmem_tensor_like(dP, self.dtype)
                 cute.copy(load, get.partition_S(smem.P[None, None, slot.index]), get.retile(half))
