@@ -369,6 +369,14 @@ class _Warp(_Block):
             places = rows[8 * i + lane // 4] + 4 * (lane % 4)
             self.shared[places[:, None] + np.arange(4)] = self.get(name.strip()).copy().view(np.uint8).reshape(32, 4)
 
+    def do_ldmatrix(self, words, operands, active, kind):
+        base, offset = _address(operands[1])
+        rows = self.get(base).astype(np.int64) + offset
+        lane = np.arange(32)
+        for i, name in enumerate(operands[0].strip("{}").split(",")):
+            places = rows[8 * i + lane // 4] + 4 * (lane % 4)
+            self.put(name.strip(), self.shared[places[:, None] + np.arange(4)].view(np.uint32)[:, 0], active)
+
     def do_wgmma(self, words, operands, active, kind):
         if words[1] == "mma_async":
             # What an instruction reads when it is issued; registers and shared memory it may read later.

@@ -1,7 +1,7 @@
 """The compiled backward without a GPU: its PTX, kernel by kernel, run by hopper_machine, against the error budget.
 
-Tiles are those of the table that sum dQ in memory. Its resident blocks draw tickets: the first block works off what is
-left, the second does its first tile only.
+Tiles are those of the table. Of resident blocks there are two: the first one works off what the tickets have left, the
+second does its first tile only.
 """
 
 import functools
@@ -39,54 +39,82 @@ ENDS = 256  # threads of prepare and finish
 @functools.cache
 def ptx(traits):
     tile = BACKWARD.tiles.find(traits, 4096)
-    assert tile.query_n is None and tile.kv_stages == 2
     with tempfile.TemporaryDirectory() as folder:
         return jit._compile(BACKWARD, traits, tile, BACKWARD.arch, f"--keep-ptx --dump-dir {folder}").__ptx__, tile
 
 
-def gradients(q, k, v, dout, out, lse, band, scale, late=(), num_ctas=2):
+def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2):
     """(dq, dk, dv), handed over as the host half of the kernel does."""
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     dtype = next(name for name, kind in DTYPES.items() if kind == q.dtype)
-    traits = BACKWARD.compiled(Traits(BWD, dtype, d, d_v, band.kind))
+    traits = BACKWARD.compiled(Traits(BWD, dtype, d, d_v, band.kind, deterministic=deterministic))
     text, tile = ptx(traits)
-    memory, grads = Memory(1 << 24), [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    summed, wide, hd, hd_v = tile.query_n is None, tile.tile_n == 64, traits.headdim, traits.headdim_v
+    memory = Memory(1 << 24)
+    dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+
     row_blocks = -(-seqlen_q // ROW_PAD)
-    floats = tile.workspace_floats(batch * heads * row_blocks * ROW_PAD, traits.headdim)
-    sums = memory.empty(4 * floats)
-    stats = sums + 4 * batch * heads * row_blocks * ROW_PAD * traits.headdim
-    ticket = stats + 8 * batch * heads * row_blocks * ROW_PAD
-    assert ticket + 16 == sums + 4 * floats
+    rows = batch * heads * row_blocks * ROW_PAD
+    sums = memory.empty(4 * tile.workspace_floats(rows, hd))
+    stats = sums + (4 * rows * hd if summed else 0)
+    ticket = stats + 8 * rows
+    workspace = [struct.pack("<Q", a) for a in (stats, sums, ticket)]
     address, numbers = lambda a: struct.pack("<Q", a), lambda *x: struct.pack(f"<{len(x)}i", *x)
     shape = lambda x: numbers(x.shape[1], x.shape[3], x.shape[2], batch)
-    strides = lambda x: struct.pack("<3q", x.stride(1), x.stride(2), x.stride(0))
-    tensor = lambda x, a: address(a) + shape(x) + strides(x)
-    dq = memory.add(grads[0])
-    first = [tensor(x, memory.add(x)) for x in (out, dout)]
-    first += [address(a) for a in (memory.add(lse.float().contiguous()), 0, stats, sums, ticket)]
-    last = [tensor(q, dq), struct.pack("<f", scale), address(sums)]
-    heads_first = lambda x: x.transpose(1, 2)
-    unit = tile.dq_columns(traits.headdim)
-    maps = {
-        0: Map(heads_first(q), traits.headdim, tile.tile_m),
-        2: Map(heads_first(dout), traits.headdim_v, tile.tile_m),
-        4: Map(heads_first(k), traits.headdim, tile.tile_n, unit),
-        6: Map(heads_first(v), traits.headdim_v, tile.tile_n),
-        8: Map(heads_first(grads[1]), traits.headdim, 64, unit),
-        10: Map(heads_first(grads[2]), traits.headdim_v, 64),
-    }
+    tensor = lambda x, a: address(a) + shape(x) + struct.pack("<3q", x.stride(1), x.stride(2), x.stride(0))
+    mapped = lambda *tensors: [part for x in tensors for part in (b"", shape(x))]
     edges = runner.window_edges(band, Seqlens(seqlen_q, seqlen_k)) if traits.mask == "window" else ()
-    main = [part for x in (q, dout, k, v, k, v) for part in (b"", shape(x))]
-    main += [b""] * 5  # the matrix products
-    main += [struct.pack("<f", x) for x in (scale, np.float32(scale) * np.float32(np.log2(np.e)))]
-    main += [*map(numbers, edges), *map(address, (stats, sums, ticket))]
-    blocks = min(num_ctas, -(-seqlen_k // tile.tile_n) * heads_kv * batch)
-    ends = row_blocks * heads * batch
-    run(text, first, {}, ENDS, ends, memory, kernel="prepare")
-    run(text, main, maps, tile.num_threads, blocks, memory, late, kernel="main")
-    run(text, last, {}, ENDS, ends, memory, kernel="finish")
-    raw = memory.read(dq, grads[0].numel() * 2)
-    return raw.view(q.dtype).view(q.shape), *grads[1:]
+    edges = [*map(numbers, edges)]
+    tile_of = lambda x, *cut: Map(x.transpose(1, 2), *cut)
+
+    def launch(kernel, blocks, parameters, maps=()):
+        threads = tile.num_threads if maps else ENDS
+        run(text, parameters, dict(zip(range(0, 99, 2), maps)), threads, blocks, memory, late if maps else (), kernel)
+
+    launch(
+        "prepare",
+        row_blocks * heads * batch,
+        [tensor(x, memory.add(x)) for x in (out, dout)]
+        + [address(a) for a in (memory.add(lse.float().contiguous()), 0, stats, sums, ticket)],
+    )
+    half, half_v = [w // 2 if wide else w for w in (hd, hd_v)]
+    unit = tile.dq_columns(hd) if summed else half
+    tiles = -(-seqlen_k // tile.tile_n) * heads_kv * batch
+    launch(
+        "main",
+        min(num_ctas, tiles) if tile.kv_stages == 2 else tiles,
+        mapped(q, dout, k, v, k, v)
+        + [b""] * (4 + summed)  # the matrix products
+        + [struct.pack("<f", x) for x in (scale, np.float32(scale) * np.float32(np.log2(np.e)))]
+        + edges
+        + workspace,
+        (
+            tile_of(q, hd, tile.tile_m, half),
+            tile_of(dout, hd_v, tile.tile_m, half_v),
+            tile_of(k, hd, tile.tile_n, unit),
+            tile_of(v, hd_v, tile.tile_n, half_v),
+            tile_of(dk, half, 64, unit),
+            tile_of(dv, half_v, 64),
+        ),
+    )
+    if summed:
+        place = memory.add(dq)
+        launch("finish", row_blocks * heads * batch, [tensor(q, place), struct.pack("<f", scale), address(sums)])
+        grads[0] = memory.read(place, dq.numel() * 2).view(q.dtype).view(q.shape)
+    else:
+        launch(
+            "kernel",
+            row_blocks * heads * batch,
+            [*mapped(q, dout, k, v, q), b"", b"", b"", struct.pack("<f", scale), *edges, address(stats)],
+            (
+                tile_of(q, hd, 64),
+                tile_of(dout, hd_v, 64),
+                tile_of(k, hd, tile.query_n),
+                tile_of(v, hd_v, tile.query_n),
+                tile_of(dq, hd, 64),
+            ),
+        )
+    return grads
 
 
 def operands(shape=PLAIN, dims=(96, 96), dtype="bf16"):
@@ -100,35 +128,41 @@ def operands(shape=PLAIN, dims=(96, 96), dtype="bf16"):
     return [torch.randn(batch, *size).to(DTYPES[dtype]) for size in sizes]
 
 
-def check(q, k, v, dout, mask, late=()):
+def check(q, k, v, dout, mask, late=(), deterministic=False):
     band, words = MASKS[mask]
     exact = attention(q, k, v, **words)
     scale = q.shape[3] ** -0.5
-    grads = gradients(q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, scale, late)
+    grads = gradients(q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, scale, deterministic, late)
     return check_grads(grads, q, k, v, dout, **words)
 
 
 @pytest.mark.parametrize(
-    "dims, mask, dtype",
+    "dims, mask, words",
     [
-        ((64, 64), "causal", "fp16"),
-        ((96, 96), "full", "fp16"),
-        ((96, 96), "causal", "bf16"),
-        ((96, 96), "window", "bf16"),
-        ((80, 72), "causal", "bf16"),
-        ((128, 128), "window", "bf16"),
+        ((64, 64), "causal", {"dtype": "fp16"}),
+        ((64, 64), "full", {"deterministic": True}),
+        ((96, 96), "full", {"dtype": "fp16"}),
+        ((96, 96), "causal", {}),
+        ((96, 96), "window", {}),
+        ((96, 96), "causal", {"deterministic": True}),
+        ((80, 72), "causal", {}),
+        ((128, 128), "window", {}),
+        ((128, 128), "window", {"deterministic": True}),
+        ((192, 128), "causal", {}),
+        ((192, 192), "window", {"dtype": "fp16"}),
+        ((256, 256), "full", {}),
     ],
     ids=str,
 )
-def test_against_float64(dims, mask, dtype):
-    check(*operands(dims=dims, dtype=dtype), mask)
+def test_against_float64(dims, mask, words):
+    check(*operands(dims=dims, dtype=words.get("dtype", "bf16")), mask, deterministic=words.get("deterministic", False))
 
 
 @pytest.mark.parametrize("late", LATE)
-@pytest.mark.parametrize("headdim", [64, 96, 128])
-def test_waits_are_where_they_must_be(headdim, late):
-    """Four tiles of keys of one block, in two stages."""
-    check(*operands((1, 200, 560, 1, 1), (headdim, headdim)), "causal", LATE[late])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128)], ids=str)
+def test_waits_are_where_they_must_be(dims, late):
+    """Up to four tiles of keys of one block, in two stages; beyond headdim 128 four of queries."""
+    check(*operands((1, 200, 560, 1, 1) if dims[0] <= 128 else (1, 300, 130, 2, 1), dims), "causal", LATE[late])
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 129, 4, 2), (1, 1, 1, 1, 1), (1, 300, 100, 2, 2)], ids=str)
