@@ -178,6 +178,13 @@ def test_a_missing_meeting_is_seen(monkeypatch):
     fails(monkeypatch, Products, "meet", lambda self: None)
 
 
+def test_a_missing_meeting_is_seen_beyond_128(monkeypatch):
+    """There P and dS of the same keys are exchanged."""
+    from flashattn_hopper.kernels.sm90.key_gradient import KeyGradient
+
+    fails(monkeypatch, KeyGradient, "meet", lambda self, barrier: None, (192, 128))
+
+
 def test_a_missing_wait_is_seen(monkeypatch):
     from flashattn_hopper.kernels.sm90.pipeline import Ring
 
@@ -192,13 +199,13 @@ def test_another_order_of_the_sums_is_seen(monkeypatch):
     fails(monkeypatch)
 
 
-def fails(monkeypatch, owner=None, name=None, function=None):
+def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96)):
     """A check must, with a method of the kernel replaced."""
     if owner is not None:
         monkeypatch.setattr(owner, name, function)
     ptx.cache_clear()
     try:
         with pytest.raises(AssertionError):
-            check(*operands((1, 200, 300, 1, 1)), "full", LATE["all late"])
+            check(*operands((1, 200, 300, 1, 1), dims), "full", LATE["all late"])
     finally:
         ptx.cache_clear()
