@@ -1,6 +1,6 @@
 """Runs the PTX of a Hopper kernel with roles on the CPU: TMA, mbarriers, named barriers, matrix instructions.
 
-    run(text, parameters, maps, threads, blocks, memory)        the module's only kernel; or the one that is named
+    run(text, parameters, maps, threads, blocks, memory)
 
 What ptx_machine does for threads of one kind, this does for warps that wait for one another: each runs until it has to
 wait. A missing arrival shows as a deadlock. Copies and matrix products happen when they are issued; those named in
@@ -28,6 +28,15 @@ SHARED_BYTES = 240 * 1024
 _MASK = {128: 7, 64: 3, 32: 1}  # swizzle span in bytes -> the bits that move
 _SPAN = {1: 128, 2: 64, 3: 32}  # layout type of a matrix descriptor
 _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+# What the bytes of a row are worth, by the type of a product's operands.
+_DECODE = {
+    "e4m3": lambda x: _VALUES[x],
+    "s8": lambda x: x.view(np.int8).astype(np.float64),
+    "f16": lambda x: np.ascontiguousarray(x).view(np.float16).astype(np.float64),
+    "bf16": lambda x: (
+        (np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    ),
+}
 
 
 def _swizzled(address, span):
@@ -37,15 +46,16 @@ def _swizzled(address, span):
 @dataclass
 class Map:
     """A tensor (batch, heads, rows, columns), any strides, and the tile that its copies move, in boxes of `span` bytes
-    by `rows`."""
+    by `rows`. `unit`: columns that are swizzled alike, if not all of them."""
 
     tensor: torch.Tensor
     width: int
     rows: int
+    unit: int | None = None
 
     @property
     def span(self):
-        size = self.width * self.tensor.element_size()
+        size = (self.unit or self.width) * self.tensor.element_size()
         return next(span for span in _MASK if size % span == 0)
 
     def addresses(self, first):
@@ -114,8 +124,9 @@ class _Shared:
     named: dict = field(default_factory=dict)
 
 
-def run(text, parameters, maps, threads, blocks, memory, late=(), name=None):
-    code, labels = parse(text if name is None else entry(text, name))
+def run(text, parameters, maps, threads, blocks, memory, late=(), kernel=""):
+    """`kernel`: which one of a module with several."""
+    code, labels = parse(entry(text, kernel))
     for block in range(blocks):
         shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
         state = _Shared(maps, threads, blocks, frozenset(late))
@@ -128,18 +139,19 @@ def run(text, parameters, maps, threads, blocks, memory, late=(), name=None):
             warps = [warp for warp in warps if not warp.done]
 
 
-def entry(text, name):
-    """The part of a module that is one of its kernels."""
-    return next(part for part in text.split(".visible .entry")[1:] if part.startswith(f" kernel_cutlass_{name}_"))
+def entry(text, kernel):
+    """The part of a module that is a kernel."""
+    found = [part for part in text.split(".entry ")[1:] if part.startswith(f"kernel_cutlass_{kernel}")]
+    assert len(found) == 1, f"{len(found)} kernels are called {kernel!r}"
+    return found[0]
 
 
 def parse(text):
-    """Of a module with one kernel; a loop that waits for an mbarrier becomes one instruction."""
+    """Of one kernel; a loop that waits for an mbarrier becomes one instruction."""
     text = re.sub(r"//[^\n]*", "", text)
     wait = r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\S+ P1, (\[[^\]]*\]), ([^,]+), \d+;.*?DONE:\s*\}"
     text = re.sub(wait, r"mbarrier_wait \1, \2;", text, flags=re.S)
-    start = text.index("\n", text.index(".minnctapersm"))
-    body = re.sub(r"\{\s*\.reg", ".reg", text[start : text.rindex("}")])
+    body = re.sub(r"\{\s*\.reg", ".reg", text[text.index("\n{") + 2 : text.rindex("}")])
     return ptx_machine._parse(re.sub(r"\n\s*\}\s*\n", "\n", body))
 
 
@@ -159,10 +171,10 @@ class _Warp(_Block):
         return self.warp, ".".join(words), operands[:2]
 
     def get(self, name, kind=np.uint32):
+        if name not in self.registers and name.startswith("%r"):
+            return np.full(32, 0x7FC0_BAD0, kind)  # not written yet; as a float it is NaN
         if name not in self.registers and "_param_" in name:
             return np.full(32, int(name.rsplit("_", 1)[1]), np.uint64)  # the address of a tensor map: its number
-        if re.fullmatch(r"%rd?\d+", name) and name not in self.registers:
-            return np.full(32, np.iinfo(kind).max, kind)  # what nobody has written, NaN: its value must not matter
         return super().get(name, kind)
 
     def run(self):
@@ -234,17 +246,18 @@ class _Warp(_Block):
     def do_cvta(self, words, operands, active, kind):
         self.put(operands[0], self.get(operands[1], np.uint64), active)
 
+    def do_mapa(self, words, operands, active, kind):
+        """Shared memory of a cluster, which is one block."""
+        self.put(operands[0], self.get(operands[1]), active)
+
     def do_elect(self, words, operands, active, kind):
         elected = np.arange(32) == np.argmax(active)
         self.put(operands[0].split("|")[1], elected, active)
 
-    def do_mapa(self, words, operands, active, kind):
-        """Of the only block of a cluster."""
-        self.put(operands[0], self.get(operands[1]), active)
-
     def do_setp(self, words, operands, active, kind):
-        if words[2:-1] == ["and"]:
-            result = _COMPARE[words[1]](*(self.get(x) for x in operands[1:3])) & self.registers[operands[3]]
+        if len(words) == 4 and words[2] == "and":
+            a, b, condition = (self.get(x) for x in operands[1:])
+            result = _COMPARE[words[1]](a, b) & condition
         elif words[-1] in ("s16", "b16"):
             result = _COMPARE[words[1]](*(_signed(self.get(x), 16) for x in operands[1:]))
         elif words[1].endswith("u") and words[-1] == "f32":  # or unordered
@@ -284,8 +297,8 @@ class _Warp(_Block):
                 for store in self.stores:
                     store()
                 self.stores.clear()
-            elif words[3].startswith("shared"):
-                self.copy_line(operands, active)
+            elif words[2] == "bulk" and words[-1].endswith("bytes"):
+                self.copy_bulk(operands, active)
             return
         load = words[5] == "shared::cta"
         where, inside = operands[int(load)], operands[1 - int(load)]
@@ -299,46 +312,44 @@ class _Warp(_Block):
             else:
                 tensor.store(at, self.shared, first)
             return
-        move = lambda: tensor.load(at, self.shared, first)
-        self.load(move, tensor.rows * tensor.span, operands[2], active)
+        self.arrive(operands[2], active, tensor.rows * tensor.span, lambda: tensor.load(at, self.shared, first))
 
-    def copy_line(self, operands, active):
+    def copy_bulk(self, operands, active):
         """Neighbouring bytes of global memory."""
-        first, source, size = (
-            self.place(operands[0], active),
-            self.place(operands[1], active),
-            int(operands[2], 0) if (operands[2].isdigit()) else int(self.get(operands[2])[active][0]),
-        )
-        self.memory.check(np.array([source]), 16)
+        first, source = (self.place(x, active) for x in operands[:2])
+        size = int(self.get(operands[2])[active][0])
+        assert size % 16 == first % 16 == 0
+        self.memory.check(np.array([source, source + size - 16]), 16)
 
-        def move():
+        def copy():
             self.shared[first : first + size] = self.memory.bytes[source : source + size]
 
-        self.load(move, size, operands[3], active)
+        self.arrive(operands[3], active, size, copy)
 
-    def load(self, move, size, barrier, active):
+    def arrive(self, barrier, active, size, copy):
+        """Do a copy that arrives at an mbarrier, now or later."""
         assert active.sum() == 1, "a copy for each lane"
         barrier = self.mbarriers[self.place(barrier, active)]
 
-        def arrive():
-            move()
+        def done():
+            copy()
             barrier.num_bytes -= size
             barrier.settle()
 
         if "loads" in self.late:
-            self.state.loads.append(arrive)
+            self.state.loads.append(done)
         else:
-            arrive()
+            done()
 
     def do_red(self, words, operands, active, kind):
-        """Four sums of neighbouring floats of global memory from each lane."""
-        assert words[-3:] == ["add", "v4", "f32"], words
+        """Four floats of each lane, added to global memory."""
+        assert words[-3:] == ["add", "v4", "f32"]
         base, offset = _address(operands[0])
-        places = self.get(base).astype(np.int64) + offset
-        self.memory.check(places[active], 16)
-        values = np.stack([self.get(x.strip()).view(np.float32) for x in operands[1].strip("{}").split(",")], 1)
-        for lane in np.flatnonzero(active):
-            self.memory.bytes[places[lane] : places[lane] + 16].view(np.float32)[:] += values[lane]
+        places = self.get(base)[active].astype(np.int64) + offset
+        self.memory.check(places, 16)
+        floats = self.memory.bytes.view(np.float32)
+        for i, name in enumerate(operands[1].strip("{}").split(",")):
+            np.add.at(floats, places // 4 + i, self.get(name.strip()).view(np.float32)[active])
 
     def do_atom(self, words, operands, active, kind):
         """An addition to one word of global memory, by one lane."""
@@ -358,12 +369,22 @@ class _Warp(_Block):
             places = rows[8 * i + lane // 4] + 4 * (lane % 4)
             self.shared[places[:, None] + np.arange(4)] = self.get(name.strip()).copy().view(np.uint8).reshape(32, 4)
 
+    def do_ldmatrix(self, words, operands, active, kind):
+        base, offset = _address(operands[1])
+        rows = self.get(base).astype(np.int64) + offset
+        lane = np.arange(32)
+        for i, name in enumerate(operands[0].strip("{}").split(",")):
+            places = rows[8 * i + lane // 4] + 4 * (lane % 4)
+            self.put(name.strip(), self.shared[places[:, None] + np.arange(4)].view(np.uint32)[:, 0], active)
+
     def do_wgmma(self, words, operands, active, kind):
         if words[1] == "mma_async":
             # What an instruction reads when it is issued; registers and shared memory it may read later.
             value = lambda x: x if x.startswith("{") else int(self.get(x)[0])
-            sums, transposed = bool(self.registers[operands[3]][0]), [x == "1" for x in operands[6:]] or [False]
-            issued = words, operands[0], value(operands[1]), value(operands[2]), sums, transposed
+            flips = [False, False, *(x == "1" for x in operands[6:])][
+                -2:
+            ]  # of A and B; one in registers is not flipped
+            issued = words, operands[0], value(operands[1]), value(operands[2]), self.registers[operands[3]][0], flips
             if "products" in self.late:
                 self.group.append(issued)
             else:
@@ -375,9 +396,8 @@ class _Warp(_Block):
                 for issued in self.groups.pop(0):
                     self.product(*issued)
 
-    def product(self, words, target, a, b, sums, transposed):
-        columns, depth = (int(x) for x in re.match(r"m64n(\d+)k(\d+)", words[4]).groups())
-        decode, size = _DECODE[words[-1]], 32 // depth
+    def product(self, words, target, a, b, sums, flips):
+        columns, decode = int(re.match(r"m64n(\d+)k", words[4])[1]), _DECODE[words[-1]]
         lane, own = np.arange(32), 16 * (self.warp % 4)
         row, pair = lane // 4, lane % 4
         if isinstance(a, str):
@@ -387,28 +407,29 @@ class _Warp(_Block):
                 for e in range(4):
                     left[row + 8 * (i % 2), 16 * (i // 2) + 4 * pair + e] = codes[:, e]
         else:
-            left = self.matrix(a, 64, transposed[0], size)[own : own + 16]
-        product = decode(left) @ decode(self.matrix(b, columns, transposed[-1], size)).T
-        number = np.int32 if words[5] == "s32" else np.float32
+            left = self.matrix(a, 64, flips[0])[own : own + 16]
+        product = decode(left) @ decode(self.matrix(b, columns, flips[1])).T
+        number = np.int32 if words[-1] == "s8" else np.float32
         for e, name in enumerate(target.strip("{}").split(",")):
             value = product[row + 8 * (e // 2 % 2), 8 * (e // 4) + 2 * pair + e % 2]
             if sums:
                 value = value + self.get(name.strip()).view(number)
             self.registers[name.strip()] = value.astype(number).view(np.uint32)
 
-    def matrix(self, descriptor, rows, transposed, size):
+    def matrix(self, descriptor, rows, flipped):
         """Rows of 32 bytes that a descriptor names: groups of eight rows, each row as long as the swizzle's span.
 
-        Transposed: the rows are neighbours in memory, as many as the span holds, and groups of eight columns follow.
+        `flipped`: what lies side by side are elements of 16 bits of one column, as many as the span holds; the next as
+        many lie `leading` further, groups of eight columns `stride`.
         """
         first, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
         span = _SPAN[descriptor >> 62]
         row, byte = np.arange(rows)[:, None], np.arange(32)[None]
-        if not transposed:
-            return self.shared[_swizzled(first + row // 8 * stride + row % 8 * span + byte, span)]
-        column, along = byte // size, row * size + byte % size
-        places = first + column // 8 * stride + column % 8 * span + along // span * leading + along % span
-        return self.shared[_swizzled(places, span)]
+        place = row // 8 * stride + row % 8 * span + byte
+        if flipped:
+            column, half, long = byte // 2, byte % 2, 2 * row
+            place = long // span * leading + long % span + column // 8 * stride + column % 8 * span + half
+        return self.shared[_swizzled(first + place, span)]
 
 
 def _signed(x, bits):
@@ -442,31 +463,19 @@ def _remainder(a, b):
     return a % np.where(b == 0, 1, b).astype(a.dtype)
 
 
-def _sixteen(dtype):
-    return lambda x: torch.from_numpy(np.ascontiguousarray(x)).view(dtype).double().numpy()
-
-
-_DECODE = {
-    "e4m3": lambda x: _VALUES[x],
-    "s8": lambda x: x.view(np.int8).astype(np.float64),
-    "bf16": _sixteen(torch.bfloat16),
-    "f16": _sixteen(torch.float16),
-}
-
 _SIMPLE = {
     "ex2.approx.ftz.f32": _floats(np.exp2),
     "lg2.approx.ftz.f32": _floats(np.log2),
     "rcp.approx.ftz.f32": _floats(lambda x: np.float32(1.0) / x),
     "max.f32": _floats(_maximum),
-    "min.NaN.f32": _floats(np.minimum),
     "cvt.rn.bf16x2.f32": _halves(torch.bfloat16),
     "cvt.rn.f16x2.f32": _halves(torch.float16),
-    "cvt.s8.s32": lambda x: _word(x, 8),
     "cvt.s16.s8": lambda x: _word(_signed(x, 8), 16),
     "cvt.s32.s8": lambda x: _word(_signed(x, 8)),
     "cvt.s32.s16": lambda x: _word(_signed(x, 16)),
     "mul.wide.s16": lambda a, b: _word(_signed(a, 16) * _signed(b, 16)),
     "shr.s16": lambda a, places: _word(_signed(a, 16) >> places.astype(np.int64), 16),
+    "min.NaN.f32": _floats(np.minimum),
     "max.relu.s32": lambda a, b: np.maximum(np.maximum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),
     "min.relu.s32": lambda a, b: np.maximum(np.minimum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),
     "rem.u32": _remainder,

@@ -244,7 +244,7 @@ def _integer(words, kind, values):
     if len(words) > 2 and words[1] == "wide":
         wide = np.int64 if last[0] == "s" else np.uint64
         a, b = (x.view(np.int32 if last[0] == "s" else np.uint32).astype(wide).view(np.uint64) for x in values[:2])
-        return a * b
+        return (a * b).astype(np.uint32) if last == "u16" else a * b
     if name in ("shl", "shr"):
         a, places = values[0], values[1].astype(kind)
         if name == "shl":
@@ -297,6 +297,8 @@ _CONVERSIONS = {
     "cvt.rn.satfinite.e4m3x2.f32": _codes,
     "cvt.pack.sat.s8.s32.b32": _bytes,
     "cvt.rni.s32.f32": _rounded,
+    "cvt.f32.bf16": lambda x: (x & 0xFFFF) << np.uint32(16),
+    "cvt.s8.s32": lambda x: x & 0xFF,
     "cvt.f32.f16": lambda x: _bits(x.astype(np.uint16).view(np.float16)),
     "cvt.rn.f32.u32": lambda x: _bits(x.astype(np.float32)),
     "cvt.rn.f32.s32": lambda x: _bits(x.view(np.int32).astype(np.float32)),

@@ -169,6 +169,7 @@ class BwdTile:
         return self.tile_m == 128
 
     def dq_columns(self, headdim: int) -> int:
+        """Columns of dQ that a warpgroup computes; K is swizzled so that they are whole atoms."""
         return headdim if self.dq_by_rows else headdim // self.num_consumers
 
     def workspace_floats(self, rows: int, headdim: int) -> int:

@@ -133,8 +133,10 @@ class KeyGradient:
         )
         half, half_v = self.key_width, self.value_width
         lay_q, lay_do = staged(self.dtype, t.tile_m, hd, 2, half), staged(self.dtype, t.tile_m, hd_v, 2, half_v)
+        # Why: a warpgroup's columns of dQ must be whole swizzle atoms of K, and 48 columns are so only of 32 bytes.
+        unit_k = half if const_expr(self.split) else t.dq_columns(hd)
         lay_k, lay_v = [
-            staged(self.dtype, t.tile_n, width, t.kv_stages, unit) for width, unit in ((hd, half), (hd_v, half_v))
+            staged(self.dtype, t.tile_n, width, t.kv_stages, unit) for width, unit in ((hd, unit_k), (hd_v, half_v))
         ]
         lay_ds = staged(self.dtype, t.tile_n, t.tile_m, 2, t.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -145,7 +147,7 @@ class KeyGradient:
             *atom(load, do, one_stage(lay_do), (t.tile_m, hd_v)),
             *atom(load, k, one_stage(lay_k), (t.tile_n, hd)),
             *atom(load, v, one_stage(lay_v), (t.tile_n, hd_v)),
-            *atom(store, dk, one_stage(staged(self.dtype, SLAB, half, 1, half)), (SLAB, half)),
+            *atom(store, dk, one_stage(staged(self.dtype, SLAB, half, 1, unit_k)), (SLAB, half)),
             *atom(store, dv, one_stage(staged(self.dtype, SLAB, half_v, 1, half_v)), (SLAB, half_v)),
             mma(K, K, t.tile_m, S),
             mma(K, K, t.tile_m, S),
