@@ -1,7 +1,7 @@
 """The compiled backward without a GPU: its PTX, kernel by kernel, run by hopper_machine, against the error budget.
 
-Tiles are those of the table, but for headdim 96 with dQ summed in memory: no row has it, because it has not run on a GPU.
-Of resident blocks there are two: the first one works off what the tickets have left, the second does its first tile only.
+Tiles are those of the table, but for headdim 96 with dQ summed in memory: no row has it, it has not run on a GPU. Of
+resident blocks there are two: the first works off what the tickets have left, the second does its first tile only.
 """
 
 import functools
