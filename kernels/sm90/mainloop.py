@@ -148,6 +148,7 @@ class Overlapped:
         if masked:
             self.mask.apply(S, n)
         alpha = softmax.tile(S, masked, self.exact, self.pv.O)
+        self.pv.hold(slot)
         warpgroup.wait_group(0)
         self.pv.collect(slot)
         self.pv.take(S, alpha)

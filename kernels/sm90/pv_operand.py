@@ -78,6 +78,8 @@ class InPlace:
     def issue(self, slot):
         gemm(self.mma, self.O, self.P, self.rV[None, None, None, slot.index], False)
 
+    def hold(self, slot): ...
+
     def collect(self, slot):
         """After the products that were issued are done: V of the slot has been read."""
         self.ring.release(slot)
@@ -136,6 +138,14 @@ class Promoted:
 
     def issue(self, slot, i=0):
         gemm(self.mma, self.T, self.P, self.rV[i][None, None, None, slot.index], True)
+
+    def hold(self, slot):
+        """Between exponentials and the wait for the product that runs under them, both without a branch.
+
+        Why: ptxas moves that wait up over arithmetic, to where the product was issued, but not over a branch. This one
+        is in a wait for what has come already: the V that the product reads. 16-bit tiles have the branch of `settle`.
+        """
+        self.ring.wait(slot)
 
     def collect(self, slot):
         self.add(0)
