@@ -35,7 +35,7 @@ from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LN_2, LOG2_E, Softmax
 from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
-from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
+from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
 from .mainloop import Asynchronous, Loads, Overlapped, Serial
 from .pipeline import (
     EPILOGUE_BARRIER,
@@ -214,7 +214,7 @@ class Forward:
         tiles = cute.ceil_div(dev.mK.shape[0], SCALE_KEYS)
         return replace(
             softmax,
-            k_scales=floats(dev.scales[1] + head * tiles * 4, tiles),
+            k_scales=floats(again(dev.scales[1] + head * tiles * 4), tiles),
             v_scale=floats(dev.scales[2] + head * 4, 1),
         )
 

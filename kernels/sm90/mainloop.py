@@ -134,10 +134,11 @@ class Overlapped:
         return slot
 
     def step(self, n, slot, masked):
-        following, softmax = slot.next(), self.softmax.of_tile(n)
+        following = slot.next()
         self.ring_k.wait(following)
         self.turns.wait()
         S = self.scores(following)
+        softmax = self.softmax.of_tile(n)
         self.ring_v.wait(slot)
         self.pv.issue(slot)
         self.turns.pass_on()
