@@ -167,16 +167,18 @@ def test_a_missing_wait_is_seen(monkeypatch, late):
     """The two ways of being late find one mistake each: a stage that nobody waits for, and one given back while the
     product still reads it. Where products take turns, the order of the loads would forgive the second."""
     from flashattn_hopper.kernels.sm90.pipeline import Ring
-    from flashattn_hopper.kernels.sm90.pv_operand import Promoted, gemm
+    from flashattn_hopper.kernels.sm90.pv_operand import Late
 
-    def given_back_early(self, slot, i=0):
-        gemm(self.mma, self.T, self.P, self.rV[i][None, None, None, slot.index], True)
+    issue = Late.issue
+
+    def given_back_early(self, slot):
+        issue(self, slot)
         self.ring.release(slot)
 
     if late == "loads early":
-        add = Promoted.add
-        monkeypatch.setattr(Promoted, "issue", given_back_early)
-        monkeypatch.setattr(Promoted, "collect", lambda self, slot: add(self, 0))
+        monkeypatch.setattr(Late, "issue", given_back_early)
+        monkeypatch.setattr(Late, "collect", lambda self, slot: None)
+        monkeypatch.setattr(Late, "end", lambda self, slot: self.add(0))
     else:
         monkeypatch.setattr(Ring, "wait", lambda self, slot: None)
     ptx.cache_clear()

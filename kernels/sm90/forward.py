@@ -47,7 +47,7 @@ from .pipeline import (
     first_slot,
     round_barrier,
 )
-from .pv_operand import InPlace, Promoted
+from .pv_operand import InPlace, Late, Promoted
 from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 SCALE_KEYS = 128  # keys that share a scale in FP8
@@ -106,7 +106,7 @@ class Forward:
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
         self.elements = elements_of(traits)
         self.fp8 = traits.dtype == "fp8"
-        self.pv = Promoted if self.fp8 else InPlace
+        self.pv = InPlace if not self.fp8 else Promoted if tile.serial else Late
         self.dynamic = tile.schedule == "dynamic"
 
     def arguments(self):

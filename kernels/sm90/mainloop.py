@@ -169,7 +169,7 @@ class Overlapped:
         self.ring_v.wait(slot)
         self.pv.issue(slot)
         warpgroup.wait_group(0)
-        self.pv.collect(slot)
+        self.pv.end(slot)
         return slot.next()
 
     def skip(self, slot):
