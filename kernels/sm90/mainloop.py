@@ -116,6 +116,7 @@ class Overlapped:
 
     @cute.jit
     def begin(self, n, slot):
+        self.softmax.reset()
         softmax = self.softmax.of_tile(n)
         self.ring_q.wait(self.slab)
         self.ring_k.wait(slot)
@@ -128,7 +129,6 @@ class Overlapped:
         S = as_floats(S)
         if self.mask_first != 0:
             self.mask.apply(S, n)
-        softmax.reset()
         softmax.update(S, self.exact)
         self.pv.start(S)
         return slot
@@ -145,7 +145,7 @@ class Overlapped:
         warpgroup.wait_group(1)
         self.ring_k.release(following)
         self.free_q(n)
-        S = as_floats(S)
+        softmax, S = softmax.of_scores(S), as_floats(S)
         if masked:
             self.mask.apply(S, n)
         alpha = softmax.tile(S, masked, self.exact, self.pv.O)
@@ -203,7 +203,7 @@ class Serial(Overlapped):
         warpgroup.wait_group(0)
         self.ring_k.release(following)
         self.free_q(n)
-        S = as_floats(S)
+        softmax, S = softmax.of_scores(S), as_floats(S)
         if masked:
             self.mask.apply(S, n)
         self.pv.take(S, softmax.tile(S, masked, self.exact, self.pv.O))
