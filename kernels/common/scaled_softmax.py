@@ -105,6 +105,15 @@ class ScaledSoftmax(Softmax):
             self.row_sum[r] = self.row_sum[r] + poison[r]
         return alpha
 
+    def exponentiate(self, P, exponents, alpha):
+        """exp2 into P, and each row's sum in one chain: an addition takes less time than the next exponential."""
+        for r in range(2):
+            total = self.row_sum[r] * alpha[r]
+            for i in row_of(len(exponents), r):
+                P[i] = cute.arch.exp2(exponents[i])
+                total = total + P[i]
+            self.row_sum[r] = total
+
     def rescale(self, O, inverse):
         """By the factors of `finish`. 0 is a row without keys, whose O may hold NaN of a V that it does not see."""
         for i in range(cute.size(O)):
