@@ -1,6 +1,6 @@
-"""Runs the PTX of a Hopper kernel with roles on the CPU: TMA, mbarriers, named barriers, 8-bit matrix instructions.
+"""Runs the PTX of a Hopper kernel with roles on the CPU: TMA, mbarriers, named barriers, matrix instructions.
 
-    run(text, parameters, maps, threads, blocks, memory)
+    run(text, parameters, maps, threads, blocks, memory)        the module's only kernel; or the one that is named
 
 What ptx_machine does for threads of one kind, this does for warps that wait for one another: each runs until it has to
 wait. A missing arrival shows as a deadlock. Copies and matrix products happen when they are issued; those named in
@@ -114,8 +114,8 @@ class _Shared:
     named: dict = field(default_factory=dict)
 
 
-def run(text, parameters, maps, threads, blocks, memory, late=()):
-    code, labels = parse(text)
+def run(text, parameters, maps, threads, blocks, memory, late=(), name=None):
+    code, labels = parse(text if name is None else entry(text, name))
     for block in range(blocks):
         shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
         state = _Shared(maps, threads, blocks, frozenset(late))
@@ -126,6 +126,11 @@ def run(text, parameters, maps, threads, blocks, memory, late=()):
                 assert state.loads, f"deadlock at {[warp.where() for warp in warps]}"
                 state.loads.pop(0)()
             warps = [warp for warp in warps if not warp.done]
+
+
+def entry(text, name):
+    """The part of a module that is one of its kernels."""
+    return next(part for part in text.split(".visible .entry")[1:] if part.startswith(f" kernel_cutlass_{name}_"))
 
 
 def parse(text):
@@ -146,6 +151,7 @@ class _Warp(_Block):
         self.maps, self.mbarriers, self.named = state.maps, state.mbarriers, state.named
         self.group, self.groups, self.stores = [], [], []  # of products and of stores that wait
         self.registers["%tid.x"] = self.registers["%tid.x"] + np.uint32(32 * warp)
+        self.registers["%cluster_ctarank"] = np.zeros(32, np.uint32)
         self.registers["%nctaid.x"] = np.full(32, state.blocks, np.uint32)
 
     def where(self):
@@ -155,6 +161,8 @@ class _Warp(_Block):
     def get(self, name, kind=np.uint32):
         if name not in self.registers and "_param_" in name:
             return np.full(32, int(name.rsplit("_", 1)[1]), np.uint64)  # the address of a tensor map: its number
+        if re.fullmatch(r"%rd?\d+", name) and name not in self.registers:
+            return np.full(32, np.iinfo(kind).max, kind)  # what nobody has written, NaN: its value must not matter
         return super().get(name, kind)
 
     def run(self):
@@ -215,7 +223,7 @@ class _Warp(_Block):
 
     def step(self, words, operands, active):
         value = _SIMPLE.get(".".join(words))
-        if words[0] in ("fence", "prefetch", "setmaxnreg"):
+        if words[0] in ("fence", "prefetch", "setmaxnreg", "griddepcontrol"):
             return
         if value is not None:
             width = _BITS.get(words[-1].removesuffix("x2")[1:], np.uint32)
@@ -234,8 +242,14 @@ class _Warp(_Block):
         assert active.all() and "any" in words, "a vote that some lanes miss"
         self.put(operands[0], np.full(32, self.registers[operands[1]].any()), active)
 
+    def do_mapa(self, words, operands, active, kind):
+        """Of the only block of a cluster."""
+        self.put(operands[0], self.get(operands[1]), active)
+
     def do_setp(self, words, operands, active, kind):
-        if words[-1] in ("s16", "b16"):
+        if words[2:-1] == ["and"]:
+            result = _COMPARE[words[1]](*(self.get(x) for x in operands[1:3])) & self.registers[operands[3]]
+        elif words[-1] in ("s16", "b16"):
             result = _COMPARE[words[1]](*(_signed(self.get(x), 16) for x in operands[1:]))
         elif words[1].endswith("u") and words[-1] == "f32":  # or unordered
             a, b = (self.get(x).view(np.float32) for x in operands[1:])
@@ -274,6 +288,8 @@ class _Warp(_Block):
                 for store in self.stores:
                     store()
                 self.stores.clear()
+            elif words[3].startswith("shared"):
+                self.copy_line(operands, active)
             return
         load = words[5] == "shared::cta"
         where, inside = operands[int(load)], operands[1 - int(load)]
@@ -287,18 +303,46 @@ class _Warp(_Block):
             else:
                 tensor.store(at, self.shared, first)
             return
+        move = lambda: tensor.load(at, self.shared, first)
+        self.load(move, tensor.rows * tensor.span, operands[2], active)
+
+    def copy_line(self, operands, active):
+        """Neighbouring bytes of global memory."""
+        first, source, size = (
+            self.place(operands[0], active),
+            self.place(operands[1], active),
+            int(operands[2], 0) if (operands[2].isdigit()) else int(self.get(operands[2])[active][0]),
+        )
+        self.memory.check(np.array([source]), 16)
+
+        def move():
+            self.shared[first : first + size] = self.memory.bytes[source : source + size]
+
+        self.load(move, size, operands[3], active)
+
+    def load(self, move, size, barrier, active):
         assert active.sum() == 1, "a copy for each lane"
-        barrier = self.mbarriers[self.place(operands[2], active)]
+        barrier = self.mbarriers[self.place(barrier, active)]
 
         def arrive():
-            tensor.load(at, self.shared, first)
-            barrier.num_bytes -= tensor.rows * tensor.span
+            move()
+            barrier.num_bytes -= size
             barrier.settle()
 
         if "loads" in self.late:
             self.state.loads.append(arrive)
         else:
             arrive()
+
+    def do_red(self, words, operands, active, kind):
+        """Four sums of neighbouring floats of global memory from each lane."""
+        assert words[-3:] == ["add", "v4", "f32"], words
+        base, offset = _address(operands[0])
+        places = self.get(base).astype(np.int64) + offset
+        self.memory.check(places[active], 16)
+        values = np.stack([self.get(x.strip()).view(np.float32) for x in operands[1].strip("{}").split(",")], 1)
+        for lane in np.flatnonzero(active):
+            self.memory.bytes[places[lane] : places[lane] + 16].view(np.float32)[:] += values[lane]
 
     def do_atom(self, words, operands, active, kind):
         """An addition to one word of global memory, by one lane."""
@@ -322,7 +366,8 @@ class _Warp(_Block):
         if words[1] == "mma_async":
             # What an instruction reads when it is issued; registers and shared memory it may read later.
             value = lambda x: x if x.startswith("{") else int(self.get(x)[0])
-            issued = words, operands[0], value(operands[1]), value(operands[2]), bool(self.registers[operands[3]][0])
+            sums, transposed = bool(self.registers[operands[3]][0]), [x == "1" for x in operands[6:]] or [False]
+            issued = words, operands[0], value(operands[1]), value(operands[2]), sums, transposed
             if "products" in self.late:
                 self.group.append(issued)
             else:
@@ -334,8 +379,9 @@ class _Warp(_Block):
                 for issued in self.groups.pop(0):
                     self.product(*issued)
 
-    def product(self, words, target, a, b, sums):
-        columns, int8 = int(re.match(r"m64n(\d+)k32", words[4])[1]), "s8" in words
+    def product(self, words, target, a, b, sums, transposed):
+        columns, depth = (int(x) for x in re.match(r"m64n(\d+)k(\d+)", words[4]).groups())
+        decode, size = _DECODE[words[-1]], 32 // depth
         lane, own = np.arange(32), 16 * (self.warp % 4)
         row, pair = lane // 4, lane % 4
         if isinstance(a, str):
@@ -345,22 +391,28 @@ class _Warp(_Block):
                 for e in range(4):
                     left[row + 8 * (i % 2), 16 * (i // 2) + 4 * pair + e] = codes[:, e]
         else:
-            left = self.matrix(a, 64)[own : own + 16]
-        decode = (lambda x: x.view(np.int8).astype(np.float64)) if int8 else (lambda x: _VALUES[x])
-        product = decode(left) @ decode(self.matrix(b, columns)).T
-        number = np.int32 if int8 else np.float32
+            left = self.matrix(a, 64, transposed[0], size)[own : own + 16]
+        product = decode(left) @ decode(self.matrix(b, columns, transposed[-1], size)).T
+        number = np.int32 if words[5] == "s32" else np.float32
         for e, name in enumerate(target.strip("{}").split(",")):
             value = product[row + 8 * (e // 2 % 2), 8 * (e // 4) + 2 * pair + e % 2]
             if sums:
                 value = value + self.get(name.strip()).view(number)
             self.registers[name.strip()] = value.astype(number).view(np.uint32)
 
-    def matrix(self, descriptor, rows):
-        """Rows of 32 bytes that a descriptor names: groups of eight rows, each row as long as the swizzle's span."""
-        first, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    def matrix(self, descriptor, rows, transposed, size):
+        """Rows of 32 bytes that a descriptor names: groups of eight rows, each row as long as the swizzle's span.
+
+        Transposed: the rows are neighbours in memory, as many as the span holds, and groups of eight columns follow.
+        """
+        first, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
         span = _SPAN[descriptor >> 62]
         row, byte = np.arange(rows)[:, None], np.arange(32)[None]
-        return self.shared[_swizzled(first + row // 8 * stride + row % 8 * span + byte, span)]
+        if not transposed:
+            return self.shared[_swizzled(first + row // 8 * stride + row % 8 * span + byte, span)]
+        column, along = byte // size, row * size + byte % size
+        places = first + column // 8 * stride + column % 8 * span + along // span * leading + along % span
+        return self.shared[_swizzled(places, span)]
 
 
 def _signed(x, bits):
@@ -394,19 +446,33 @@ def _remainder(a, b):
     return a % np.where(b == 0, 1, b).astype(a.dtype)
 
 
+def _sixteen(dtype):
+    return lambda x: torch.from_numpy(np.ascontiguousarray(x)).view(dtype).double().numpy()
+
+
+_DECODE = {
+    "e4m3": lambda x: _VALUES[x],
+    "s8": lambda x: x.view(np.int8).astype(np.float64),
+    "bf16": _sixteen(torch.bfloat16),
+    "f16": _sixteen(torch.float16),
+}
+
 _SIMPLE = {
     "ex2.approx.ftz.f32": _floats(np.exp2),
     "lg2.approx.ftz.f32": _floats(np.log2),
     "rcp.approx.ftz.f32": _floats(lambda x: np.float32(1.0) / x),
     "max.f32": _floats(_maximum),
     "min.f32": _floats(np.fmin),
+    "min.NaN.f32": _floats(np.minimum),
     "cvt.rn.bf16x2.f32": _halves(torch.bfloat16),
     "cvt.rn.f16x2.f32": _halves(torch.float16),
+    "cvt.s8.s32": lambda x: _word(x, 8),
     "cvt.s16.s8": lambda x: _word(_signed(x, 8), 16),
     "cvt.s32.s8": lambda x: _word(_signed(x, 8)),
     "cvt.s32.s16": lambda x: _word(_signed(x, 16)),
     "mul.wide.s16": lambda a, b: _word(_signed(a, 16) * _signed(b, 16)),
     "shr.s16": lambda a, places: _word(_signed(a, 16) >> places.astype(np.int64), 16),
+    "max.relu.s32": lambda a, b: np.maximum(np.maximum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),
     "min.relu.s32": lambda a, b: np.maximum(np.minimum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),
     "rem.u32": _remainder,
     "not.b32": lambda x: ~x,

@@ -83,7 +83,7 @@ def _parse(body):
         if not statement or statement.startswith((".reg", ".pragma")):
             continue
         predicate = None
-        if match := re.match(r"@(!?)(%p\d+)\s+(.*)", statement, re.S):
+        if match := re.match(r"@(!?)(%p\d+|[pq])\s+(.*)", statement, re.S):
             predicate, statement = (match[2], not match[1]), match[3]
         opcode, _, rest = re.sub(r"\s+", " ", statement).partition(" ")
         operands = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)]

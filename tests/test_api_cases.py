@@ -233,7 +233,7 @@ def _shape(q, k):
     [
         (
             {"precision": "fp8"},
-            {"sm90.forward_fp8": "not run on a GPU", "reference.forward_fp8": "only with backend='reference'"},
+            {"sm90.forward_fp8": "not all run on a GPU", "reference.forward_fp8": "only with backend='reference'"},
         ),
         ({"precision": "fp32"}, {"sm90.forward": "no fp32", "reference.forward": "only with backend='reference'"}),
         ({"precision": "fp32", "backend": "sm90"}, {"reference.forward": "backend='sm90' was asked for"}),

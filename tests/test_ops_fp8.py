@@ -302,7 +302,7 @@ def test_cuda_tensors_take_it_only_by_name(monkeypatch):
         message = str(info.value)
         for part in (
             "no kernel runs fwd.fp8.d16x8.full.gqa on sm_90",
-            "sm90.forward_fp8: only with backend='sm90': it has not run on a GPU yet",
+            "sm90.forward_fp8: only with backend='sm90': its tests have not all run on a GPU yet",
             "reference.forward_fp8: runs on sm_90 only with backend='reference'",
             'backend="reference" runs it',
         ):

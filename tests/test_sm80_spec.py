@@ -61,13 +61,17 @@ def test_other_devices_are_refused_by_name(capability):
 
 
 @pytest.mark.parametrize("capability", TARGETS, ids=str)
-def test_it_is_not_chosen_by_itself(capability):
-    assert planner.refusals(D128, capability)["sm80.forward"] == f"only with backend='sm80': {SPEC.on_request}"
-    if capability == SM90.capability:
-        assert planner.plan(D128, capability, "auto", SHAPE).spec.name == "sm90.forward"
-    else:
-        with pytest.raises(NotImplementedError, match=r"sm80\.forward: only with backend='sm80'"):
-            planner.plan(D128, capability, "auto", SHAPE)
+def test_it_is_chosen_where_no_hopper_kernel_runs(capability):
+    expected = "sm90.forward" if capability == SM90.capability else "sm80.forward"
+    assert planner.plan(D128, capability, "auto", SHAPE).spec.name == expected
+
+
+@pytest.mark.parametrize("capability", TARGETS, ids=str)
+def test_its_backward_is_not_chosen_by_itself(capability):
+    traits = replace(D128, phase=BWD)
+    assert planner.refusals(traits, capability)["sm80.backward"].startswith("only with backend='sm80': ")
+    expected = "sm90.backward" if capability == SM90.capability else "reference.backward"
+    assert planner.plan(traits, capability, "auto", SHAPE).spec.name == expected
 
 
 def test_its_own_arch_is_the_spec_itself():

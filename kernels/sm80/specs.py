@@ -5,7 +5,7 @@ from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import BWD, FWD, HALF
 from flashattn_hopper.spec.tile import Row, Sm80BwdTile, Sm80FwdTile, TileTable
 
-# From the budgets of shared memory and registers (docs/kernels/sm80_forward.md); none of it is measured yet.
+# From the budgets of shared memory and registers (docs/kernels/sm80_forward.md); no other tile was measured.
 # Warps of 32 queries read K and V half as often, where they fit the registers; two blocks of 4 warps then share a
 # multiprocessor. For 163 KiB and more:
 LARGE = TileTable(
