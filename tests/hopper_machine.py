@@ -393,7 +393,7 @@ class _Warp(_Block):
         else:
             left = self.matrix(a, 64, transposed[0], size)[own : own + 16]
         product = decode(left) @ decode(self.matrix(b, columns, transposed[-1], size)).T
-        number = np.int32 if words[5] == "s32" else np.float32
+        number = np.int32 if words[-3] == "s32" else np.float32
         for e, name in enumerate(target.strip("{}").split(",")):
             value = product[row + 8 * (e // 2 % 2), 8 * (e // 4) + 2 * pair + e % 2]
             if sums:
