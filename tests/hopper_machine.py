@@ -254,6 +254,10 @@ class _Warp(_Block):
         elected = np.arange(32) == np.argmax(active)
         self.put(operands[0].split("|")[1], elected, active)
 
+    def do_vote(self, words, operands, active, kind):
+        assert active.all() and "any" in words, "a vote that some lanes miss"
+        self.put(operands[0], np.full(32, self.registers[operands[1]].any()), active)
+
     def do_setp(self, words, operands, active, kind):
         if len(words) == 4 and words[2] == "and":
             a, b, condition = (self.get(x) for x in operands[1:])
@@ -468,6 +472,7 @@ _SIMPLE = {
     "lg2.approx.ftz.f32": _floats(np.log2),
     "rcp.approx.ftz.f32": _floats(lambda x: np.float32(1.0) / x),
     "max.f32": _floats(_maximum),
+    "min.f32": _floats(np.fmin),
     "cvt.rn.bf16x2.f32": _halves(torch.bfloat16),
     "cvt.rn.f16x2.f32": _halves(torch.float16),
     "cvt.s16.s8": lambda x: _word(_signed(x, 8), 16),

@@ -1,6 +1,7 @@
 """The benchmark harness without a GPU: what a suite asks, what a row says, and what is drawn from it."""
 
 import ctypes
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -984,6 +985,30 @@ def test_launcher_passes_what_the_variant_has(bench, band, tile):
     assert ops.lse
     launcher.functions[tile] = lambda ops: write(ops.o, ops.q.new_zeros(*ops.q.shape[:3], ops.v.shape[3]))
     assert bench.tune.check(launcher, tile, cell, "cpu").startswith("relative error 1.0e+00")
+
+
+def test_codes_of_an_operand_are_made_once(bench, monkeypatch):
+    """For all tiles; each tile is bound with the problem and the plan that it belongs to."""
+    from flashattn_hopper import runner_fp8
+
+    cell = cell_of(bench, Band(right=0), dtype="fp8")
+    exact, quantized, plans = contestant(bench, "exact"), [], []
+
+    def bind(plan, problem, dtype, device):
+        plans.append(plan)
+        assert problem.traits.int8_qk and problem.band == cell.band
+        return lambda codes, want_lse: (exact.call(*codes, cell.causal, cell.window_size, cell.softmax_scale),)
+
+    monkeypatch.setattr(runner_fp8, "quantize", lambda q, k, v, int8_qk: quantized.append(int8_qk) or (q, k, v))
+    monkeypatch.setattr(runner_fp8, "bind", bind)
+    traits = dataclasses.replace(cell.traits, int8_qk=True)
+    launcher = bench.tune.CodesLauncher(traits, cell.band)
+    ops = bench.tasks.operands(cell, "cpu")
+    tiles = bench.tune.candidates(traits)[:2]
+    for tile in (*tiles, tiles[0]):
+        assert bench.tasks.forward_error(cell, ops, launcher(tile, *ops))[1] < 1e-2
+    assert quantized == [True] and [plan.tile for plan in plans] == list(tiles)
+    assert all(plan.spec.name == "sm90.forward_fp8" for plan in plans)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])

@@ -1,6 +1,7 @@
 """FP8 without a GPU: machine code of every variant of forward and quantizer, and the operands they accept."""
 
 import itertools
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from flashattn_hopper.spec.problem import FWD, QuantizeTraits, Traits
 
 from . import cases
 from .fake_cuda import accepts
-from .inspect_cubin import inspect, inspect_all
+from .inspect_cubin import find_nvdisasm, inspect, inspect_all
 from .test_compile import check_main_kernel, check_no_spills, smem_of
 
 VARIANTS = cases.variants(sm90.FORWARD_FP8)
@@ -51,6 +52,21 @@ def test_machine_code(variant, monkeypatch):
     assert codes >= (loops - 2) * tile.tile_n // 4
     assert used.count("PRMT") < 32
     assert len(shared) == 1 and shared[0] <= tile.smem_bytes(traits) <= arch.smem_bytes
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("int8_qk", (False, True))
+@pytest.mark.parametrize("mask", ("full", "causal"))
+def test_exponentials_run_under_a_product(mask, int8_qk, tmp_path):
+    """Between the wait for a tile's scores and the wait for the product before: two for each row, and its scores'."""
+    traits = sm90.FORWARD_FP8.compiled(Traits(FWD, "fp8", 128, 128, mask, int8_qk=int8_qk))
+    tile = sm90.FORWARD_FP8.tiles.find(traits, 4096)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(jit.compile_cubin(sm90.FORWARD_FP8, traits, tile, sm90.FORWARD_FP8.arch))
+    text = subprocess.run([find_nvdisasm(), "-c", path], check=True, capture_output=True, text=True).stdout
+    under = [part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in text.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]]
+    assert len(under) == loops_of(traits) - 2
+    assert all(part.count("MUFU.EX2") >= tile.tile_n // 2 for part in under)
 
 
 def loops_of(traits):

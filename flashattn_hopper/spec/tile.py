@@ -80,14 +80,21 @@ class FwdTile:
             raise ValueError(
                 f"{self}: fp8 needs output='own' (out is wider than the codes) and tile_n of 32, 64 or 128"
             )
-        if self.value_columns is not None and (traits.dtype != "fp8" or traits.headdim_v % self.value_columns):
-            raise ValueError(f"{self}: value_columns are a divisor of headdim_v, with fp8; got {traits.slug}")
+        if self.value_columns is not None and (
+            traits.dtype != "fp8" or not self.serial or traits.headdim_v % self.value_columns
+        ):
+            raise ValueError(
+                f"{self}: value_columns are a divisor of headdim_v, with fp8 and serial; got {traits.slug}"
+            )
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 
     @classmethod
     def candidates(cls, arch: ArchSpec, traits: Traits):
         """Every tile worth measuring for these traits: what bench/tune.py enumerates."""
+        if traits.dtype == "fp8":
+            yield from cls._of_codes(arch, traits)
+            return
         for tile_m in (128, 192):
             for tile_n in range(48, 193, 16):
                 # Scores, probabilities and output of one thread must fit its registers beside about 30 others.
@@ -108,6 +115,27 @@ class FwdTile:
                     except ValueError:
                         continue
                     yield tile
+
+    @classmethod
+    def _of_codes(cls, arch, traits):
+        for tile_m, tile_n, q_stages, ping_pong, columns in product(
+            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128)
+        ):
+            serial = columns is not False
+            value_columns = columns or None
+            if value_columns == traits.headdim_v:
+                continue
+            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial)
+            # A tile's own accumulator is beside the scores where its product runs under their exponentials.
+            sums = (value_columns or traits.headdim_v) // 2
+            live = max(tile_n // 2, sums) if serial else tile_n // 2 + sums
+            if live + tile_n // 8 + traits.headdim_v // 2 + 30 > tile.registers[1]:
+                continue
+            try:
+                tile.check(arch, traits)
+            except ValueError:
+                continue
+            yield tile
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,10 @@ class Softmax:
         """Scales that belong to KV tile n: none."""
         return self
 
+    def of_scores(self, S):
+        """What the products of a tile themselves say: nothing that S does not."""
+        return self
+
     def tile(self, S, masked, exact, O):
         """Scores to probabilities in place; returns the factors for O, or None where O needs none."""
         if masked:

@@ -35,7 +35,7 @@ from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LN_2, LOG2_E, Softmax
 from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
-from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
+from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
 from .mainloop import Asynchronous, Loads, Overlapped, Serial
 from .pipeline import (
     EPILOGUE_BARRIER,
@@ -47,7 +47,7 @@ from .pipeline import (
     first_slot,
     round_barrier,
 )
-from .pv_operand import InPlace, Promoted
+from .pv_operand import InPlace, Late, Promoted
 from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 SCALE_KEYS = 128  # keys that share a scale in FP8
@@ -106,7 +106,7 @@ class Forward:
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
         self.elements = elements_of(traits)
         self.fp8 = traits.dtype == "fp8"
-        self.pv = Promoted if self.fp8 else InPlace
+        self.pv = InPlace if not self.fp8 else Promoted if tile.serial else Late
         self.dynamic = tile.schedule == "dynamic"
 
     def arguments(self):
@@ -197,7 +197,8 @@ class Forward:
     def softmax(self, dev):
         pair = lambda: cute.make_rmem_tensor(2, Float32)
         if self.fp8:
-            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n)
+            votes = not (self.tile.serial or self.traits.int8_qk)
+            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes)
         return Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous())
 
     def scaled(self, dev, softmax, work, row):
@@ -214,7 +215,7 @@ class Forward:
         tiles = cute.ceil_div(dev.mK.shape[0], SCALE_KEYS)
         return replace(
             softmax,
-            k_scales=floats(dev.scales[1] + head * tiles * 4, tiles),
+            k_scales=floats(again(dev.scales[1] + head * tiles * 4), tiles),
             v_scale=floats(dev.scales[2] + head * 4, 1),
         )
 

@@ -116,6 +116,7 @@ class Overlapped:
 
     @cute.jit
     def begin(self, n, slot):
+        self.softmax.reset()
         softmax = self.softmax.of_tile(n)
         self.ring_q.wait(self.slab)
         self.ring_k.wait(slot)
@@ -128,26 +129,27 @@ class Overlapped:
         S = as_floats(S)
         if self.mask_first != 0:
             self.mask.apply(S, n)
-        softmax.reset()
         softmax.update(S, self.exact)
         self.pv.start(S)
         return slot
 
     def step(self, n, slot, masked):
-        following, softmax = slot.next(), self.softmax.of_tile(n)
+        following = slot.next()
         self.ring_k.wait(following)
         self.turns.wait()
         S = self.scores(following)
+        softmax = self.softmax.of_tile(n)
         self.ring_v.wait(slot)
         self.pv.issue(slot)
         self.turns.pass_on()
         warpgroup.wait_group(1)
         self.ring_k.release(following)
         self.free_q(n)
-        S = as_floats(S)
+        softmax, S = softmax.of_scores(S), as_floats(S)
         if masked:
             self.mask.apply(S, n)
         alpha = softmax.tile(S, masked, self.exact, self.pv.O)
+        self.pv.hold(slot)
         warpgroup.wait_group(0)
         self.pv.collect(slot)
         self.pv.take(S, alpha)
@@ -167,7 +169,7 @@ class Overlapped:
         self.ring_v.wait(slot)
         self.pv.issue(slot)
         warpgroup.wait_group(0)
-        self.pv.collect(slot)
+        self.pv.end(slot)
         return slot.next()
 
     def skip(self, slot):
@@ -201,7 +203,7 @@ class Serial(Overlapped):
         warpgroup.wait_group(0)
         self.ring_k.release(following)
         self.free_q(n)
-        S = as_floats(S)
+        softmax, S = softmax.of_scores(S), as_floats(S)
         if masked:
             self.mask.apply(S, n)
         self.pv.take(S, softmax.tile(S, masked, self.exact, self.pv.O))

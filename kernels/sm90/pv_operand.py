@@ -3,6 +3,7 @@
     InPlace    16-bit: V as it lies in memory, P one packed register for two of S; sums stay in the accumulator of O
     Promoted   8-bit: V transposed beforehand, its keys in the order in which P leaves the accumulator of S; every tile
                is summed in an accumulator of its own and added to O in float32
+    Late       the same, added in the next step
 
 Promoted, because an 8-bit product keeps 13 fraction bits of its running sum: over many keys small terms would be lost.
 Its order of keys: docs/kernels/sm90_fp8.md.
@@ -78,9 +79,13 @@ class InPlace:
     def issue(self, slot):
         gemm(self.mma, self.O, self.P, self.rV[None, None, None, slot.index], False)
 
+    def hold(self, slot): ...
+
     def collect(self, slot):
         """After the products that were issued are done: V of the slot has been read."""
         self.ring.release(slot)
+
+    end = collect  # after the last product
 
     def take(self, S, alpha):
         """P of the next tile; `alpha`, if any, is what its softmax asks O to be multiplied by."""
@@ -137,6 +142,14 @@ class Promoted:
     def issue(self, slot, i=0):
         gemm(self.mma, self.T, self.P, self.rV[i][None, None, None, slot.index], True)
 
+    def hold(self, slot):
+        """Between exponentials and the wait for the product that runs under them, both without a branch.
+
+        Why: ptxas moves that wait up over arithmetic, to where the product was issued, but not over a branch. This one
+        is in a wait for what has come already: the V that the product reads. 16-bit tiles have the branch of `settle`.
+        """
+        self.ring.wait(slot)
+
     def collect(self, slot):
         self.add(0)
         for i in range(1, len(self.rV)):
@@ -147,6 +160,8 @@ class Promoted:
             self.add(i)
         if len(self.rV) == 1:
             self.ring.release(slot)
+
+    end = collect
 
     def add(self, block):
         first = block * cute.size(self.T)
@@ -164,3 +179,37 @@ class Promoted:
         for w in range(cute.size(words)):
             s = 2 * (w % 2) + 8 * (w // 2)
             words[w] = PACK4["e4m3"](*[S[s + e] for e in (0, 1, 4, 5)])
+
+
+@dataclass(frozen=True)
+class Late(Promoted):
+    """Promoted, and added to O before the next product is issued: under QK, which by then is on its way."""
+
+    alpha: cute.Tensor  # the lag of the product that comes next
+
+    @classmethod
+    def of(cls, *args):
+        return cls(**vars(Promoted.of(*args)), alpha=cute.make_rmem_tensor(2, Float32))
+
+    def start(self, S):
+        Promoted.start(self, S)
+        self.T.fill(0.0)
+        self.alpha.fill(1.0)
+
+    def issue(self, slot):
+        self.add(0)
+        for r in range(2):
+            self.lag[r] = self.alpha[r]
+        Promoted.issue(self, slot)
+
+    def collect(self, slot):
+        self.ring.release(slot)
+
+    def end(self, slot):
+        self.ring.release(slot)
+        self.add(0)
+
+    def take(self, S, alpha):
+        self.pack(S)
+        for r in range(2):
+            self.alpha[r] = alpha[r]
