@@ -42,10 +42,13 @@ class Wide:
         )
 
     def keys(self, slot):
-        """dK += dS^T Q, and give Q and dO back."""
+        """Issue dK += dS^T Q."""
         gemm(
             self.mma_dk, self.dK, self.rdS[None, None, None, slot.index], self.rQt[None, None, None, slot.index], False
         )
+
+    def give_back(self, slot):
+        """Q and dO, once all products are done."""
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read lse and delta
         self.ring_do.release(slot)
@@ -104,30 +107,45 @@ class WideKeyGradient(KeyGradient):
         store = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
         thr = cute.make_tiled_copy_C(store, dev.mma_s).get_slice(place.warp * 32 + place.lane)
         rK, rQ = scores
+        S = cute.make_rmem_tensor(dev.mma_s.get_slice(0).partition_shape_C((SLAB, t.tile_m)), Float32)
+        P = cute.make_rmem_tensor_like(S, self.dtype)
         slot = first_slot()
-        for _ in cutlass.range(group, unroll=1):
+        if seg.begin < seg.end:
+            shared.ring_q.wait(slot)
+        gemm(dev.mma_s, S, rK[None, None, None, 0], rQ[None, None, None, slot.index], True)
+        lse = self.of_columns(smem, 0, col, slot)
+        warpgroup.wait_group(0)
+        self.exponentiate(dev, S, P, lse, mask, seg, seg.begin)
+        for g in cutlass.range(group, unroll=1):
             for m in cutlass.range(seg.begin, seg.end, unroll=1):
-                shared.ring_q.wait(slot)
-                S = cute.make_rmem_tensor(dev.mma_s.get_slice(0).partition_shape_C((SLAB, t.tile_m)), Float32)
-                gemm(dev.mma_s, S, rK[None, None, None, 0], rQ[None, None, None, slot.index], True)
-                lse = self.of_columns(smem, 0, col, slot)
-                warpgroup.wait_group(0)
-                for i in range(cute.size(S)):
-                    S[i] = S[i] * dev.scale_log2 - lse[i // 4 * 2 + i % 2]
-                if (m < seg.full_begin) | (m >= seg.full_end):
-                    mask.apply(S, m)
-                for i in range(cute.size(S)):
-                    S[i] = probability(S[i])
-                P = cute.make_rmem_tensor_like(S, self.dtype)
-                to_half(S, P)
                 cute.copy(store, thr.retile(P), thr.partition_D(smem.P[None, None, slot.index]))
                 cute.arch.fence_proxy("async.shared", space="cta")
                 shared.ring_do.wait(slot)  # the other warpgroup has dO when they meet, so this costs nothing
                 self.meet(MEET_BARRIER)
                 shared.values(slot)
+                following = slot.next()
+                if (m + 1 < seg.end) | (g + 1 < group):
+                    shared.ring_q.wait(following)
+                # After the last tile of whatever is there, for nobody.
+                gemm(dev.mma_s, S, rK[None, None, None, 0], rQ[None, None, None, following.index], True)
+                lse = self.of_columns(smem, 0, col, following)
                 self.meet(MEET_BARRIER + 1)
                 shared.keys(slot)
-                slot = slot.next()
+                warpgroup.wait_group(1)
+                self.exponentiate(dev, S, P, lse, mask, seg, cutlass.select_(m + 1 < seg.end, m + 1, seg.begin))
+                shared.give_back(slot)
+                slot = following
+
+    @cute.jit
+    def exponentiate(self, dev, S, P, lse, mask, seg, m):
+        """P in 16 bits from the scores of query tile m."""
+        for i in range(cute.size(S)):
+            S[i] = S[i] * dev.scale_log2 - lse[i // 4 * 2 + i % 2]
+        if (m < seg.full_begin) | (m >= seg.full_end):
+            mask.apply(S, m)
+        for i in range(cute.size(S)):
+            S[i] = probability(S[i])
+        to_half(S, P)
 
     @cute.jit
     def score_gradients(self, dev, shared, smem, work, place, scores):
@@ -140,19 +158,19 @@ class WideKeyGradient(KeyGradient):
         load = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         get = cute.make_tiled_copy_C(load, dev.mma_dp).get_slice(place.warp * 32 + place.lane)
         rV, rdO = scores
+        dP = cute.make_rmem_tensor(dev.mma_dp.get_slice(0).partition_shape_C((SLAB, t.tile_m)), Float32)
+        half = cute.make_rmem_tensor_like(dP, self.dtype)
         slot = first_slot()
-        for _ in cutlass.range(group, unroll=1):
-            for _ in cutlass.range(seg.begin, seg.end, unroll=1):
-                shared.ring_do.wait(slot)
-                dP = cute.make_rmem_tensor(dev.mma_dp.get_slice(0).partition_shape_C((SLAB, t.tile_m)), Float32)
-                gemm(dev.mma_dp, dP, rV[None, None, None, 0], rdO[None, None, None, slot.index], True)
-                shared.ring_q.wait(slot)  # delta, and Q for what follows: it came before dO
-                delta = self.of_columns(smem, 1, col, slot)
-                warpgroup.wait_group(0)
-                for i in range(cute.size(dP)):
-                    dP[i] = dP[i] - delta[i // 4 * 2 + i % 2]
+        if seg.begin < seg.end:
+            shared.ring_do.wait(slot)
+            shared.ring_q.wait(slot)  # delta, and Q for what follows
+        gemm(dev.mma_dp, dP, rV[None, None, None, 0], rdO[None, None, None, slot.index], True)
+        delta = self.of_columns(smem, 1, col, slot)
+        warpgroup.wait_group(0)
+        self.shift(dP, delta)
+        for g in cutlass.range(group, unroll=1):
+            for m in cutlass.range(seg.begin, seg.end, unroll=1):
                 self.meet(MEET_BARRIER)
-                half = cute.make_rmem_tensor_like(dP, self.dtype)
                 cute.copy(load, get.partition_S(smem.P[None, None, slot.index]), get.retile(half))
                 shared.values(slot)
                 for i in range(cute.size(dP)):
@@ -160,6 +178,19 @@ class WideKeyGradient(KeyGradient):
                 to_half(dP, half)
                 cute.copy(store, put.retile(half), put.partition_D(smem.dS[None, None, slot.index]))
                 cute.arch.fence_proxy("async.shared", space="cta")
+                following = slot.next()
+                if (m + 1 < seg.end) | (g + 1 < group):
+                    shared.ring_do.wait(following)
+                    shared.ring_q.wait(following)
+                gemm(dev.mma_dp, dP, rV[None, None, None, 0], rdO[None, None, None, following.index], True)
+                delta = self.of_columns(smem, 1, col, following)
                 self.meet(MEET_BARRIER + 1)
                 shared.keys(slot)
-                slot = slot.next()
+                warpgroup.wait_group(1)
+                self.shift(dP, delta)
+                shared.give_back(slot)
+                slot = following
+
+    def shift(self, dP, delta):
+        for i in range(cute.size(dP)):
+            dP[i] = dP[i] - delta[i // 4 * 2 + i % 2]
