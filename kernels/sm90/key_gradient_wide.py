@@ -1,6 +1,8 @@
 """KeyGradient for headdims beyond 128: two warpgroups share 64 keys, and each has half of the columns of dK and dV.
 
-One makes P, the other dS; both go through shared memory to the other one.
+One makes P, the other dS; both go through shared memory to the other one. S and dP of the next query tile are issued as
+soon as P and dS of this one have left the registers: they run while the other warpgroup works and both meet, and what
+follows them runs under dK.
 """
 
 from dataclasses import dataclass
