@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test gpu lint compile bench docs clean distclean
+.PHONY: help setup run test gpu lint compile native bench docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -76,6 +76,15 @@ lint: $(STAMP) ## ruff, and the layer contracts of pyproject.toml
 	@cp pyproject.toml $(STAGE)
 	cd $(STAGE) && PYTHONPATH=. $(if $(VENV),$(abspath $(PY)),$(PY)) \
 	  -c 'from importlinter.cli import lint_imports_command as main; main()' --no-cache
+
+# CUTLASS lies in a folder of its own: names in its package are close to those of the kernel compiler's packages.
+CUTLASS := build/_deps/cutlass
+native: $(STAMP) ## build and test the C++ library (no GPU needed); ARGS are CMake's: ARGS=-DFLASHATTN_HOPPER_VARIANTS=training
+	@test -e $(CUTLASS)/cutlass_library || $(PIP) install --quiet --no-deps -c constraints.txt --target $(CUTLASS) nvidia-cutlass \
+	  || echo "no CUTLASS headers: the tests that compare with CUTLASS will be skipped" >&2
+	cmake -S . -B build/native -DPython3_EXECUTABLE=$(if $(VENV),$(abspath $(PY)),$(shell command -v $(PY))) $(ARGS)
+	cmake --build build/native
+	ctest --test-dir build/native --output-on-failure
 
 bench: $(STAMP) ## measure: make bench ARGS="forward backward memory" (needs a Hopper GPU)
 	$(PY) bench/run.py $(ARGS)

@@ -1,9 +1,10 @@
 """How far FP8 attention is from float64: output, lse and gradients, by input set and recipe. Needs no GPU.
 
-    python bench/fp8_accuracy.py [--out DIR] [--revision TEXT]
+    python bench/fp8_accuracy.py [--device cpu | cuda] [--out DIR] [--revision TEXT]
 
-Writes bench/results/cpu/fp8_accuracy.json, which docs/numerics.md's table is made from. Everything is computed by the
-emulation on a CPU. Inputs are rounded to bf16 first, and float64 attention sees the same rounded inputs.
+Writes bench/results/<cpu or gpu>/fp8_accuracy.json, which docs/numerics.md's table is made from. A CPU computes the
+emulation, a GPU runs quantizer, forward and backward kernels. Inputs are drawn on the CPU and rounded to bf16 first,
+and float64 attention sees the same rounded inputs. bench/fp8_checks.py holds the recipe to its bounds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import record
 import torch
 
 import flashattn_hopper
-from flashattn_hopper import quantize, reference, reference_fp8
+from flashattn_hopper import jit, ops_fp8, planner, quantize, reference, reference_fp8, runner_fp8
+from flashattn_hopper.kernels.sm90.specs import QUANTIZER
 from flashattn_hopper.spec.mask import Band
+from flashattn_hopper.spec.problem import BWD, FWD, QuantizeTraits, Shape, Traits
 
 SEQLEN, HEADDIM, SEEDS = 1024, 128, (0, 1, 2)
 MASKS = {"full": Band(), "causal": Band(right=0)}
 BF16 = torch.bfloat16
+BACKEND = "sm90"  # on a GPU
 
 
 # ------------------------------------------------------------------------------------------------------------ inputs
@@ -98,8 +102,10 @@ class Results(NamedTuple):
 
 
 def attend(recipe: dict | None, q, k, v, dout, band: Band) -> Results:
-    """Forward and backward; None is the 16-bit reference."""
+    """Forward and backward; None is attention in the operands' dtype."""
     scale = q.shape[-1] ** -0.5
+    if q.is_cuda and q.dtype != torch.float64:
+        return by_kernels(recipe, q, k, v, dout, band, scale)
     if recipe is None:
         out, lse = reference.forward(q, k, v, band, scale)
         return Results(out, lse, *reference.backward(dout, None, q, k, v, out, lse, band, scale))
@@ -107,6 +113,61 @@ def attend(recipe: dict | None, q, k, v, dout, band: Band) -> Results:
     out, lse = reference_fp8.forward(*codes, band, scale)
     grads = reference_fp8.backward(dout, None, *codes, out, lse, band, scale)
     return Results(out, quantize.restore_lse(lse, codes[0], scale), *grads)
+
+
+def by_kernels(recipe: dict | None, q, k, v, dout, band: Band, scale: float) -> Results:
+    if recipe is None:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        keywords = {"causal": band.right == 0, "softmax_scale": scale, "return_lse": True, "backend": BACKEND}
+        out, lse = flashattn_hopper.hopper_attention(*leaves, **keywords)
+        return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
+    problem, scaled, out, core, lse = forward_by_kernels(recipe, q, k, v, band, scale)
+    planned = runner_fp8.gradient_problem(problem, BACKEND, planner.capability_of(q.device))
+    every = (True, True, True)
+    return Results(out, lse, *runner_fp8.backward(planned, BACKEND, dout, None, *scaled, out, core, every))
+
+
+def forward_by_kernels(recipe: dict, q, k, v, band: Band, scale: float):
+    """(problem, codes, out, lse of the scores that codes give, lse)."""
+    codes = runner_fp8.quantize(q, k, v, **quantizer_options(recipe))
+    scaled = runner_fp8.to_scaled(codes, q.dtype, recipe.get("hadamard", True))
+    problem = ops_fp8.problem_fp8(*scaled, (scale, band.left, band.right, False, BACKEND), q.dtype)
+    attended = runner_fp8.bind(runner_fp8.plan(problem, BACKEND, q.device), problem, q.dtype, q.device)
+    return problem, scaled, *attended(codes)
+
+
+def attend_forward(recipe: dict, q, k, v, band: Band):
+    """(out, lse) of a recipe."""
+    scale = q.shape[-1] ** -0.5
+    if q.is_cuda:
+        _, _, out, _, lse = forward_by_kernels(recipe, q, k, v, band, scale)
+        return out, lse
+    codes = flashattn_hopper.quantize_fp8(q, k, v, **recipe)
+    out, lse = reference_fp8.forward(*codes, band, scale)
+    return out, quantize.restore_lse(lse, codes[0], scale)
+
+
+def quantizer_options(recipe: dict) -> dict:
+    """`recipe` is for quantize_fp8."""
+    return {name: on for name, on in recipe.items() if name != "qk_dtype"} | {"int8_qk": "qk_dtype" in recipe}
+
+
+def compile_kernels(headdims: Sequence[int], recipes: Sequence[dict | None], half: str = "bf16", backward=True):
+    """What the two masks take, side by side, in place of one after the other where each is called first."""
+    capability, found = planner.capability_of(torch.device("cuda")), []
+    for headdim in headdims:
+        for recipe in recipes:
+            if recipe is not None:
+                traits = QuantizeTraits(half, headdim, headdim, **quantizer_options(recipe))
+                found.append((QUANTIZER, traits, None, QUANTIZER.arch))
+            for mask in MASKS:
+                words = {} if recipe is None else {"int8_qk": "qk_dtype" in recipe, "fp16_out": half == "fp16"}
+                wanted = [Traits(FWD, "fp8" if words else half, headdim, headdim, mask, **words)]
+                wanted += [Traits(BWD, half, headdim, headdim, mask)] if backward else []
+                for traits in wanted:
+                    plan = planner.plan(traits, capability, BACKEND, Shape(1, SEQLEN, SEQLEN, 1, 1))
+                    found.append((plan.spec, plan.traits, plan.tile, plan.spec.arch))
+    jit.warmup(dict.fromkeys(found))
 
 
 def errors(actual: Results, exact: Results) -> dict[str, float]:
@@ -122,13 +183,14 @@ def errors(actual: Results, exact: Results) -> dict[str, float]:
     return found | {"out_cos": ((a * b).sum() / (a.norm() * b.norm())).item()}
 
 
-def rows():
+def rows(device: str = "cpu"):
     for name in SETS:
         for mask, band in MASKS.items():
             found: dict[str, list[dict]] = {recipe: [] for recipe in RECIPES}
             for seed in SEEDS:
                 q, k, v = inputs(name, seed)
                 dout = torch.randn(v.shape, generator=torch.Generator().manual_seed(5 + seed)).to(BF16)
+                q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
                 exact = attend(None, *(x.double() for x in (q, k, v, dout)), band)
                 for recipe, options in RECIPES.items():
                     found[recipe].append(errors(attend(options, q, k, v, dout, band), exact))
@@ -140,16 +202,33 @@ def rows():
                 yield {"set": name, "mask": mask, "recipe": recipe} | rounded
 
 
+SHOWN = ("set", "mask", "recipe", "out", "out_worst", "out_cos", "lse_rms", "dq", "dk", "dv")
+
+
+def line(row: dict) -> str:
+    return "  ".join(f"{row[name]!s:<{18 if name == 'recipe' else 9}}" for name in SHOWN).rstrip()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", default=record.RESULTS)
     parser.add_argument("--revision")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # one order of summation, however many cores there are
-    head = record.environment("cpu", args.revision) | {"suite": "fp8_accuracy"}
+    if args.device == "cuda":
+        compile_kernels((HEADDIM,), list(RECIPES.values()))
+    else:
+        torch.set_num_threads(1)  # one order of summation, however many cores there are
+    head = record.environment(args.device, args.revision) | {"suite": "fp8_accuracy"}
     settings = {"batch": 1, "seqlen": SEQLEN, "heads": 1, "headdim": HEADDIM, "seeds": list(SEEDS)}
-    results = head | {"settings": settings, "rows": list(rows())}
-    print(record.save(results, record.path_for(args.out, "cpu", "fp8_accuracy")))
+    results = head | {"settings": settings, "rows": []}
+    folder = results["gpu"]["name"] if args.device == "cuda" else "cpu"
+    path = record.path_for(args.out, folder, "fp8_accuracy")
+    print(line(dict(zip(SHOWN, SHOWN))))
+    for row in rows(args.device):
+        results["rows"].append(row)
+        print(line(row), flush=True)
+    print(record.save(results, path))
     return 0
 
 

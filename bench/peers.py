@@ -8,9 +8,11 @@ records the message. Nothing is imported before it is asked for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.metadata
+from pathlib import Path
 
 import torch
 
@@ -41,6 +43,10 @@ class Contestant:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             return "unknown"
+
+    def takes(self, cell) -> bool:
+        """Whether it takes part in a cell of a suite at all."""
+        return True
 
     def session(self, deterministic: bool = False) -> contextlib.AbstractContextManager:
         """What to hold around a series of calls, entered outside the timed region."""
@@ -210,9 +216,62 @@ class Flex(Contestant):
         return self.compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
 
 
+class Cutlass(Contestant):
+    """CUTLASS's Hopper FMHA example, which CMake builds from the package nvidia-cutlass (docs/native.md)."""
+
+    name = "cutlass"
+    title = "CUTLASS example 88"
+    no_backward = "the example's backward does not compile for BF16"
+    library = Path(__file__).resolve().parents[1] / "build" / "peers" / "libcutlass_fmha.so"
+    outcomes = ("done", "the example refuses these lengths or this head dimension", "the launch failed")
+
+    def available(self) -> str | None:
+        if not self.library.exists():
+            return f"unavailable: no {self.library.name}; cmake -DFLASHATTN_HOPPER_PEER=ON builds it"
+        try:
+            self.loaded  # noqa: B018
+        except OSError as error:
+            return f"unavailable: {first_line(error)}"
+        return None
+
+    def version(self) -> str:
+        return f"CUTLASS {self.loaded.cutlass_fmha_version().decode()}"
+
+    @functools.cached_property
+    def loaded(self):
+        library = ctypes.CDLL(str(self.library))
+        library.cutlass_fmha_version.restype = ctypes.c_char_p
+        library.cutlass_fmha_forward.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p] * 6
+        return library
+
+    def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None):
+        (batch, seqlen_q, heads, headdim), seqlen_k = q.shape, k.shape[1]
+        if window != NO_WINDOW or q.dtype != torch.bfloat16 or k.shape != v.shape or k.shape[2:] != q.shape[2:]:
+            raise NotImplementedError("the example takes BF16, as many heads of keys as of queries, and no window")
+        if (causal and seqlen_q != seqlen_k) or (scale is not None and abs(scale * headdim**0.5 - 1) > 1e-6):
+            raise NotImplementedError("causal from the top left, and softmax_scale 1 / sqrt(headdim)")
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            raise NotImplementedError("contiguous tensors only, as this peer calls it")
+        out = torch.empty_like(q)
+        lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+        addresses = [x.data_ptr() for x in (q, k, v, out, lse)]
+        outcome = self.loaded.cutlass_fmha_forward(
+            causal, batch, heads, seqlen_q, seqlen_k, headdim, *addresses, stream
+        )
+        if outcome:
+            raise RuntimeError(self.outcomes[outcome])
+        return out
+
+
 OURS = Ours()
-PEERS: dict[str, Contestant] = {peer.name: peer for peer in (Cudnn(), Fa3(), Fa4(), Fa2(), Flex())}
+PEERS: dict[str, Contestant] = {peer.name: peer for peer in (Cudnn(), Fa3(), Fa4(), Fa2(), Flex(), Cutlass())}
 DEFAULT = ("cudnn", "fa3", "fa4", "fa2")
+
+
+def lineup(names: str) -> tuple[Contestant, ...]:
+    """Ours, then those of the comma-separated `names`."""
+    return OURS, *parse(names)
 
 
 def parse(names: str) -> tuple[Contestant, ...]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "nvidia-h200"
-SUITES = ("forward", "backward", "memory")
+SUITES = ("forward", "backward", "fp8", "quantizer", "memory")
 FIGURES = HERE / "figures"
 OURS = "ours"
 
@@ -35,6 +35,8 @@ class Style(NamedTuple):
 
 STYLES = {
     OURS: Style("flashattn_hopper", "#0072B2", "o", width=2.8),
+    "ours_int8": Style("flashattn_hopper, int8 q and k", "#D55E00", "X", width=2.0),
+    "bf16": Style("flashattn_hopper in bf16", "#56B4E9", "P", "--"),
     "cudnn": Style("cuDNN", "#E69F00", "s", "--"),
     "fa3": Style("FlashAttention-3", "#009E73", "^", "-."),
     "fa4": Style("FlashAttention-4", "#CC79A7", "D", ":"),
@@ -76,8 +78,8 @@ def rates(rows: Sequence[Mapping]) -> dict[str, float]:
 
 
 def best_peer(rows: Sequence[Mapping]) -> tuple[str, float] | None:
-    """(name, TFLOP/s) of the fastest contestant that is not ours."""
-    found = {name: rate for name, rate in rates(rows).items() if name != OURS}
+    """(name, TFLOP/s) of the fastest contestant that is neither ours nor a variant of it."""
+    found = {name: rate for name, rate in rates(rows).items() if not name.startswith(OURS)}
     name = max(found, key=found.get, default=None)
     return None if name is None else (name, found[name])
 
@@ -164,6 +166,19 @@ def memory_table(results: Mapping) -> str:
     )
 
 
+def quantizer_table(results: Mapping) -> str:
+    """The quantizer suite as markdown: one line for each shape."""
+    lines = []
+    for group in by_cell(results["rows"]):
+        row, rate = group[0], {one["contestant"]: one["gb_s"] for one in group if one.get("gb_s")}
+        shape = [words(row["slug"])[1], str(row["batch"]), str(row["seqlen"]), f"{row['heads']}:{row['kv_heads']}"]
+        shares = [f"{row[name]:.2f}" if row.get(name) else "–" for name in ("share", "least_share")]
+        lines.append([*shape, *(f"{rate[name]:.0f}" if name in rate else "–" for name in (OURS, "copy")), *shares])
+    head = ["headdim", "B", "S", "heads", "quantizer", "copy", "share", "share, k and v once"]
+    what = "q read once, k and v twice, codes written; a copy of as many bytes"
+    return f"GB/s {whence(results)}: {what}.\n\n{grid(head, lines)}\n"
+
+
 def markdown_table(path) -> str:
     """The committed numbers as markdown: a line on the machine, the sweeps, then the single shapes.
 
@@ -173,6 +188,8 @@ def markdown_table(path) -> str:
     results = load(path)
     if results["suite"] == "memory":
         return memory_table(results)
+    if results["suite"] == "quantizer":
+        return quantizer_table(results)
     groups = by_cell(results["rows"])
     swept = sweeps(groups)
     lengths = sorted({s for cells in swept.values() for s in cells})
@@ -228,6 +245,8 @@ def draw(results: Mapping, out=FIGURES) -> list[pathlib.Path]:
     out.mkdir(parents=True, exist_ok=True)
     if results["suite"] == "memory":
         return draw_memory(results, out)
+    if results["suite"] == "quantizer":
+        return []  # a table says it
     panels: dict[tuple[str, str], dict[str, dict]] = {}
     for slug, cells in sweeps(by_cell(results["rows"])).items():
         if repeatable(slug):
@@ -243,11 +262,15 @@ def draw(results: Mapping, out=FIGURES) -> list[pathlib.Path]:
             for axis, (mask, cells) in zip(axes[0], masks.items()):
                 panel(axis, mask, cells, (results.get("ceiling") or {}).get("tflops"))
             axes[0][0].set_ylabel("TFLOP/s")
-            handles, labels = axes[0][0].get_legend_handles_labels()
+            named = {}
+            for axis in axes[0]:
+                for handle, label in zip(*axis.get_legend_handles_labels()):
+                    named.setdefault(label, handle)
+            labels, handles = list(named), list(named.values())
             # Two rows: text is drawn with the reader's font, which may be wider than the one measured here.
             figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // 2), frameon=False)
             figure.suptitle(f"{results['suite']}, {dtype}, headdim {dims}, {results['gpu']['name']}", fontsize=10)
-            name = f"{results['suite']}_{dims}" + ("" if dtype == "bf16" else f"_{dtype}")
+            name = f"{results['suite']}_{dims}" + ("" if dtype in ("bf16", results["suite"]) else f"_{dtype}")
             path = out / f"{name}.svg"
             figure.savefig(path, metadata={"Date": None, "Creator": None})
             pyplot.close(figure)

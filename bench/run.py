@@ -2,6 +2,7 @@
 
     python bench/run.py forward [--quick] [--only d128.causal] [--peers cudnn,fa3,fa4,fa2] [--out DIR]
     python bench/run.py backward memory
+    python bench/run.py fp8 quantizer
 
 Each cell draws fresh random operands. Every contestant first runs once, which compiles it, and is compared with
 float64 (`tasks.py`); a wrong or failing one is recorded with its message and not timed. Then all are timed in turn
@@ -20,8 +21,10 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
+import fp8
 import memory
 import peers
+import quantizer
 import record
 import suites
 import timing
@@ -39,6 +42,11 @@ SETTINGS = {
         timing.Settings(rounds=2, warmup_ms=10.0, rep_ms=40.0, flush_bytes=2**29),
     ),
 }
+# FP8 kernels alone, from tensors, and peers in one suite: less time for each.
+BRIEF = timing.Settings(rounds=3, warmup_ms=15.0, rep_ms=60.0), timing.QUICK
+OF_SUITE = {"fp8": BRIEF}
+LINEUPS = {"fp8": fp8.lineup}
+CEILINGS = {"fp8": ("fp8", {"dtype": torch.float8_e4m3fn})}
 CELL_SECONDS = 240  # the first call of some peers compiles for a minute
 CONTEXT_LOST = 3  # exit status
 
@@ -48,6 +56,8 @@ def ours_plans(cell: suites.Cell, device: str) -> list:
     from flashattn_hopper import planner
 
     capability = planner.capability_of(torch.device(device))
+    if cell.dtype == "fp8":
+        return fp8.plans(cell, capability)
     backend = "auto" if cell.phase == FWD else peers.OURS.train_backend
     phases = dict.fromkeys((FWD, cell.phase))
     traits = [dataclasses.replace(cell.traits, phase=phase) for phase in phases]
@@ -97,7 +107,7 @@ def run_cell(
 
     `describe(cell, device)` names kernel and tile of the contestant called "ours".
     """
-    task = TASKS[cell.phase](cell, device)
+    task = TASKS[cell.task](cell, device)
     calls, judged, failed = {}, {}, {}
     for contestant in contestants:
         call, known, why = first_call(task, contestant)
@@ -129,7 +139,7 @@ def run_cell(
 
 def identity(cell: suites.Cell) -> dict:
     return {
-        "slug": cell.traits.slug,
+        "slug": cell.slug,
         "batch": cell.batch,
         "seqlen": cell.seqlen,
         "heads": cell.num_heads_q,
@@ -216,10 +226,10 @@ def table(rows: Sequence[Mapping]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ main
-def contestants_for(names: str, phase: str = FWD) -> tuple[list[peers.Contestant], dict[str, str]]:
+def contestants_for(names: str, phase: str = FWD, lineup=peers.lineup) -> tuple[list[peers.Contestant], dict[str, str]]:
     """(those to run, name -> version or the reason why not). Ours is first."""
     ready, said = [], {}
-    for contestant in (peers.OURS, *peers.parse(names)):
+    for contestant in lineup(names):
         reason = contestant.available()
         if phase == BWD and reason is None and contestant.no_backward:
             reason = f"unavailable: {contestant.no_backward}"
@@ -234,7 +244,7 @@ def warm(cells: Sequence[suites.Cell], device: str) -> None:
     from flashattn_hopper import jit
 
     plans = [plan for cell in cells for plan in ours_plans(cell, device)]
-    jit.warmup((spec, traits, tile, spec.arch) for spec, traits, tile in plans if tile is not None)
+    jit.warmup((spec, traits, tile, spec.arch) for spec, traits, tile in plans if spec.arch is not None)
 
 
 def try_to_warm(cells: Sequence[suites.Cell], device: str) -> None:
@@ -266,12 +276,13 @@ def measure_cells(cells, ready, clock, device: str, results: dict, path, begin: 
     with record.Monitor(device) as monitor:
         extras = {"ceiling": ceiling, "monitor": monitor, "num_sms": num_sms, "describe": ours_ran}
         for cell in cells:
+            here = [contestant for contestant in ready if contestant.takes(cell)]
             try:
                 with timing.limited(CELL_SECONDS, cell.key):
-                    rows = run_cell(cell, ready, clock, device, **extras)
+                    rows = run_cell(cell, here, clock, device, **extras)
             except Exception as error:
                 traceback.print_exc()
-                rows = [{"contestant": c.name, **identity(cell), "failed": peers.first_line(error)} for c in ready]
+                rows = [{"contestant": c.name, **identity(cell), "failed": peers.first_line(error)} for c in here]
             results["rows"] += rows
             results["seconds"] = round(time.monotonic() - begin)
             record.save(results, path)
@@ -286,8 +297,8 @@ def run_suite(name: str, o, device: str) -> int:
     suite, begin = suites.SUITES[name], time.monotonic()
     cells = suite.select(o.quick, o.only, o.skip)
     torch.manual_seed(o.seed)
-    settings = SETTINGS[suite.phase][o.quick]
-    ready, said = contestants_for(o.peers, suite.phase)
+    settings = OF_SUITE.get(name, SETTINGS[suite.phase])[o.quick]
+    ready, said = contestants_for(o.peers, suite.phase, LINEUPS.get(name, peers.lineup))
     for contestant, text in said.items():
         print(f"{contestant}: {text}", flush=True)
     results = record.environment(device, o.revision) | {
@@ -299,11 +310,12 @@ def run_suite(name: str, o, device: str) -> int:
         "contestants": said,
         "rows": [],
     }
-    if peers.OURS in ready:
+    if any(contestant.name == peers.OURS.name for contestant in ready):
         try_to_warm(cells, device)
     clock = timing.clock_for(device, settings)
-    results["ceiling"] = {"what": f"{timing.MATMUL}³ bf16 product", "tflops": round(timing.matmul_ceiling(clock), 1)}
-    ceiling = results["ceiling"]["tflops"]
+    kind, keywords = CEILINGS.get(name, ("bf16", {}))
+    ceiling = round(timing.matmul_ceiling(clock, **keywords), 1)
+    results["ceiling"] = {"what": f"{timing.MATMUL}³ {kind} product", "tflops": ceiling}
     print(
         f"ready after {time.monotonic() - begin:.0f} s; {len(cells)} cells; ceiling {ceiling:.0f} TFLOP/s", flush=True
     )
@@ -340,9 +352,43 @@ def run_memory(o, device: str) -> int:
     return 0
 
 
+def run_quantizer(o, device: str) -> int:
+    """The suite that measures bytes in place of operations: the FP8 quantizer beside a copy."""
+    from flashattn_hopper import jit, runner_fp8
+
+    begin, cells = time.monotonic(), quantizer.cells(o.quick)
+    torch.manual_seed(o.seed)
+    # A dozen allocations and three launches: the longer write before a call hides its host time, as for a backward.
+    settings = dataclasses.replace(BRIEF[o.quick], flush_bytes=2**29)
+    results = record.environment(device, o.revision) | {"suite": "quantizer", "quick": o.quick, "rows": []}
+    results |= {"settings": settings.record(), "contestants": {"ours": peers.OURS.version(), "copy": "torch"}}
+    try:
+        plans = dict.fromkeys(fp8.quantizer(cell) for cell in cells)
+        jit.warmup((spec, traits, tile, spec.arch) for spec, traits, tile in plans)
+    except Exception:
+        traceback.print_exc()  # the cells say it again, each for itself
+    clock = timing.clock_for(device, settings)
+    path = record.path_for(o.out, results["gpu"]["name"], file_name("quantizer", o.quick, ""))
+    for cell in cells:
+        with timing.limited(CELL_SECONDS, cell.key):
+            found = quantizer.rows(cell, clock, device, runner_fp8.quantize)
+        results["rows"] += found
+        results["seconds"] = round(time.monotonic() - begin)
+        record.save(results, path)
+        print(quantizer.line(found), flush=True)
+        if found[0].get("failed") and (lost := context_lost(device)):
+            print(f"stopped at {cell.key}: {lost}", file=sys.stderr)
+            return CONTEXT_LOST
+    print(f"{path}  ({results['seconds']} s)")
+    return 0
+
+
+OTHERS = {"memory": run_memory, "quantizer": run_quantizer}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = (*suites.SUITES, "memory")
+    names = (*suites.SUITES, *OTHERS)
     parser.add_argument("suite", choices=names, nargs="+", help="%(choices)s; several run one after the other")
     parser.add_argument("--quick", action="store_true", help="fewer lengths, fewer rounds")
     parser.add_argument("--only", default="", metavar="TEXT", help="cells whose slug and shape contain TEXT")
@@ -359,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench/run.py measures on a CUDA device, and torch sees none here", file=sys.stderr)
         return 2
     for name in o.suite:
-        status = run_memory(o, "cuda") if name == "memory" else run_suite(name, o, "cuda")
+        status = OTHERS[name](o, "cuda") if name in OTHERS else run_suite(name, o, "cuda")
         if status:
             return status
     return 0

@@ -15,6 +15,7 @@ from flashattn_hopper.spec.problem import BWD, FWD, AttentionProblem, Shape, Tra
 TOKENS = 16384
 HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+LONG_SEQLENS = (2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (512, 1024, 4096, 16384)
 FULL, CAUSAL = Band(), Band(right=0)
 
@@ -38,6 +39,7 @@ class Cell:
     dtype: str = "bf16"
     phase: str = FWD
     deterministic: bool = False
+    source: str = ""  # of FP8: "from_bf16" where the call quantizes BF16 tensors; otherwise it takes codes
 
     @property
     def traits(self) -> Traits:
@@ -57,10 +59,20 @@ class Cell:
         return AttentionProblem(self.traits, self.shape, self.band, self.softmax_scale)
 
     @property
+    def slug(self) -> str:
+        """That of the traits, and the source where there is one."""
+        return ".".join([self.traits.slug, self.source] if self.source else [self.traits.slug])
+
+    @property
+    def task(self) -> str:
+        """What is timed: a key of `tasks.TASKS`."""
+        return self.source or ("codes" if self.dtype == "fp8" else self.phase)
+
+    @property
     def key(self) -> str:
         """Names the cell within its suite: slug and shape. `--only` looks for its substring here."""
         heads = f"{self.num_heads_q}:{self.num_heads_kv}"
-        return f"{self.traits.slug} b{self.batch} s{self.seqlen} h{heads}"
+        return f"{self.slug} b{self.batch} s{self.seqlen} h{heads}"
 
     @property
     def causal(self) -> bool:
@@ -156,6 +168,14 @@ SUITES = {
                 *fixed(16, 16, 192, 128),
                 *fixed(16, 16, 128, bands=(window(1024),), seqlen=16384),
                 *fixed(16, 16, 128, dtype="fp16"),
+            ),
+        ),
+        Suite(
+            "fp8",
+            FWD,
+            (
+                *sweep((64, 128, 256), seqlens=LONG_SEQLENS, dtype="fp8"),
+                *sweep((64, 128, 256), seqlens=LONG_SEQLENS, dtype="fp8", source="from_bf16"),
             ),
         ),
         Suite(

@@ -1,6 +1,7 @@
 """Which tile is fastest: every candidate measured, a ranking, and rows ready to paste into kernels/sm90/specs.py.
 
     python bench/tune.py --headdim 128 [--headdim-v 128] [--mask full,causal] [--seqlen 512,4096] [--set output=own]
+    python bench/tune.py --dtype fp8 [--int8] --headdim 128
 
 Candidates are `FwdTile.candidates` and the tiles of the present table. They are compiled in parallel
 processes through the disk cache, checked against float64 on small ragged shapes, then measured in turn: all of them
@@ -15,6 +16,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 
+import fp8
 import peers
 import record
 import suites
@@ -23,7 +25,7 @@ import timing
 import torch
 
 from flashattn_hopper.kernels.common.operands import FwdOperands
-from flashattn_hopper.kernels.sm90.specs import FORWARD
+from flashattn_hopper.kernels.sm90.specs import FORWARD, FORWARD_FP8
 from flashattn_hopper.spec.problem import FWD, Traits
 from flashattn_hopper.spec.tile import FwdTile, Row
 
@@ -36,10 +38,15 @@ CHECK_SECONDS = 120  # a tile that hangs ends the process; compiling one that `w
 TOLERANCE = 0.01
 
 
+def spec_of(traits: Traits):
+    return FORWARD_FP8 if traits.dtype == "fp8" else FORWARD
+
+
 def candidates(traits: Traits) -> tuple[FwdTile, ...]:
     """The present table's tiles first, then every other one worth measuring."""
-    present = (row.tile for row in FORWARD.tiles.rows_for(traits))
-    return tuple(dict.fromkeys((*present, *FwdTile.candidates(FORWARD.arch, traits))))
+    spec = spec_of(traits)
+    present = (row.tile for row in spec.tiles.rows_for(traits))
+    return tuple(dict.fromkeys((*present, *FwdTile.candidates(spec.arch, traits))))
 
 
 class Launcher:
@@ -77,10 +84,35 @@ class Launcher:
         )
 
 
+class CodesLauncher:
+    """The same of the FP8 forward: operands are quantized when they are first seen, outside of what is timed."""
+
+    def __init__(self, traits: Traits, band):
+        self.traits, self.band, self.seen = traits, band, {}
+
+    def __call__(self, tile: FwdTile, q, k, v):
+        bound = self.seen.get((tile, id(q))) or self.bind(tile, q, k, v)
+        return bound[1](bound[2], False)[0]
+
+    def bind(self, tile, q, k, v):
+        from flashattn_hopper import planner, runner_fp8
+
+        spec, int8 = spec_of(self.traits), self.traits.int8_qk
+        cell = suites.Cell(*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], self.band, "fp8")
+        codes = next((codes for (_, of), (_, _, codes) in self.seen.items() if of == id(q)), None)
+        if codes is None:
+            codes = runner_fp8.quantize(q, k, v, int8_qk=int8)
+        chosen = planner.Plan(spec, spec.compiled(self.traits), tile)
+        attend = runner_fp8.bind(chosen, fp8.problem_of(cell, int8), q.dtype, q.device)
+        # Holding q keeps another tensor from having its id.
+        return self.seen.setdefault((tile, id(q)), (q, attend, codes))
+
+
 def compiled(traits: Traits, tile: FwdTile):
     from flashattn_hopper import jit
 
-    return jit.compiled(FORWARD, FORWARD.compiled(traits), tile, FORWARD.arch)
+    spec = spec_of(traits)
+    return jit.compiled(spec, spec.compiled(traits), tile, spec.arch)
 
 
 def chosen(traits: Traits, keep: Mapping[str, object]) -> list[FwdTile]:
@@ -94,7 +126,7 @@ def warm(variants: Sequence[Traits], keep: Mapping[str, object]) -> None:
 
     try:
         done = jit.warmup(
-            (FORWARD, FORWARD.compiled(t), tile, FORWARD.arch) for t in variants for tile in chosen(t, keep)
+            (spec_of(t), spec_of(t).compiled(t), tile, spec_of(t).arch) for t in variants for tile in chosen(t, keep)
         )
         print(f"compiled {done.compiles} in {done.seconds_compiling:.0f} s of processor time", flush=True)
     except RuntimeError as error:
@@ -180,7 +212,10 @@ def tune(traits: Traits, seqlens: Sequence[int], count: int, keep: Mapping[str, 
     )
     tiles = chosen(traits, keep)
     print(f"\n{traits.slug}: {len(tiles)} candidates", flush=True)
-    launcher = Launcher(traits, band, torch.cuda.get_device_properties("cuda").multi_processor_count)
+    if traits.dtype == "fp8":
+        launcher = CodesLauncher(traits, band)
+    else:
+        launcher = Launcher(traits, band, torch.cuda.get_device_properties("cuda").multi_processor_count)
     small = [suites.Cell(2, s, 4, 2, traits.headdim, traits.headdim_v, band, traits.dtype) for s in CHECKED]
     reasons = {tile: next(filter(None, (check(launcher, tile, cell) for cell in small)), None) for tile in tiles}
     wrong = {tile: why for tile, why in reasons.items() if why is not None}
@@ -194,7 +229,7 @@ def tune(traits: Traits, seqlens: Sequence[int], count: int, keep: Mapping[str, 
     final = list(dict.fromkeys(itertools.chain.from_iterable(finalists(s, count) for s in brief.values())))
     speeds = {}
     for seqlen in seqlens:
-        present = FORWARD.tiles.find(traits, seqlen)
+        present = spec_of(traits).tiles.find(traits, seqlen)
         contest = list(dict.fromkeys([*final, *([present] if present in tiles else [])]))
         found = measure(launcher, contest, cell_at(seqlen), timing.Settings())
         if not found:
@@ -224,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mask", default="full,causal", help=f"of {', '.join(BANDS)}; default: %(default)s")
     parser.add_argument("--seqlen", type=numbers, default=list(suites.SEQLENS), help="default: those of the suite")
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--int8", action="store_true", help="of fp8: int8 codes of q and k")
     parser.add_argument("--finalists", type=int, default=4, help="per length, measured again; default: %(default)s")
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="FIELD=VALUE", help="only tiles so")
     o = parser.parse_args(argv)
@@ -231,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench/tune.py measures on a CUDA device, and torch sees none here", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    variants = [Traits(FWD, o.dtype, o.headdim, o.headdim_v or o.headdim, mask) for mask in o.mask.split(",")]
+    dims = o.headdim, o.headdim_v or o.headdim
+    variants = [Traits(FWD, o.dtype, *dims, mask, int8_qk=o.int8) for mask in o.mask.split(",")]
     keep = dict(o.set)
     warm(variants, keep)
     lines = [tune(traits, o.seqlen, o.finalists, keep) for traits in variants]

@@ -21,10 +21,10 @@ from types import ModuleType
 from unittest import mock
 
 from flashattn_hopper.catalog import CATALOG
-from flashattn_hopper.spec.arch import SM90
+from flashattn_hopper.spec.arch import SM90, ArchSpec
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import DTYPES, HALF, PHASES, Traits
-from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row
+from flashattn_hopper.spec.problem import BWD, DTYPES, FWD, PHASES, Traits
+from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, Sm80BwdTile, Sm80FwdTile, TileTable
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -88,7 +88,8 @@ def support() -> str:
 
 def devices(spec: KernelSpec) -> str:
     if spec.arch is not None:
-        where = "compute capability {}.{} ({})".format(*spec.arch.capability, spec.arch.target)
+        archs = ["{}.{} ({})".format(*arch.capability, arch.target) for arch, _ in ((spec.arch, None), *spec.ports)]
+        where = f"compute capability {', '.join(archs)}"
         return f'{where}, with `backend="{spec.backend}"` only' if spec.on_request else where
     serves = ", ".join(sorted(spec.serves))
     return serves if spec.serves == {"cpu", "cuda"} else f'{serves}; elsewhere with `backend="{spec.backend}"`'
@@ -112,6 +113,9 @@ def missing():
         chosen = [spec for spec in rows if not spec.on_request]
         if not any(spec.arch for spec in chosen):
             yield f"- {phase}: no compiled kernel is chosen by itself; {', '.join(f'`{s.name}`' for s in chosen)} run."
+    if compiled := [spec for spec in CATALOG if spec.phase == FWD and spec.arch and "fp8" in spec.dtypes]:
+        names = ", ".join(f"`{spec.name}`" for spec in compiled)
+        yield f"- {BWD} of fp8: after {names}, a kernel for fp16 or bf16 on the dequantized codes."
 
 
 def tiled(spec: KernelSpec):
@@ -127,25 +131,38 @@ def tiled(spec: KernelSpec):
         yield f"Where headdim and headdim_v differ, the first of these that holds both runs: {pairs}."
     free = sorted(spec.invariant_to & spec.features)
     yield f"## `{spec.name}`: tiles"
+    roles = "a producer and of a consumer thread" if len(spec.tiles[0].tile.registers) == 2 else "a thread, at most"
+    of = lambda arch: f", of {arch.smem_bytes / 1024:.0f} KiB" if not spec.ports else ""
     yield (
         f"Compiled variants: dtype x head dimensions x mask class. These features compile nothing of their own: "
-        f"{words(free)}.\nRegisters are those of a producer and of a consumer thread; shared memory is that of one "
-        f"thread block, of {spec.arch.smem_bytes / 1024:.0f} KiB."
+        f"{words(free)}.\nRegisters are those of {roles}; shared memory is that of one thread block{of(spec.arch)}."
     )
     columns = TILE_COLUMNS[type(spec.tiles[0].tile)]
     head = "headdim, headdim_v", "dtypes", "masks", "seqlen_k", "tile_m x tile_n", *columns
-    lines = [tile_line(row, spec.phase, columns) for row in spec.tiles]
-    yield grid((*head, "threads", "registers", "KiB"), lines)
+    for tiles, archs in tables(spec).items():
+        if spec.ports:
+            limits = ", ".join(f"{arch.target} ({arch.smem_bytes / 1024:.0f} KiB)" for arch in archs)
+            yield f"On {limits}:"
+        lines = [tile_line(row, spec.phase, columns) for row in tiles]
+        yield grid((*head, "threads", "registers", "KiB"), lines)
     file = RESULTS / f"{spec.evidence}.json"
     if file.exists():
         where = os.path.relpath(file, SUPPORT.parent)
         yield f"Chosen from [{file.relative_to(ROOT).as_posix()}]({where})."
 
 
+def tables(spec: KernelSpec) -> dict[TileTable, list[ArchSpec]]:
+    """Every tile table of a kernel, with the archs that use it."""
+    found: dict[TileTable, list[ArchSpec]] = {}
+    for arch, tiles in ((spec.arch, spec.tiles), *spec.ports):
+        found.setdefault(tiles, []).append(arch)
+    return found
+
+
 def padding(spec: KernelSpec) -> list[list[str]]:
     """(asked range, compiled pair) for equal head dimensions."""
     asked = range(spec.multiple, max(spec.headdims)[0] + 1, spec.multiple)
-    traits = [Traits(spec.phase, "bf16", d, d) for d in asked]
+    traits = [Traits(spec.phase, min(spec.dtypes), d, d) for d in asked]
     pairs = [(t.headdim, spec.padded(t)) for t in traits]
     lines = []
     for pair, group in groupby(pairs, key=lambda item: (item[1].headdim, item[1].headdim_v)):
@@ -162,11 +179,17 @@ TILE_COLUMNS: dict[type, dict[str, Callable]] = {
         "O staged in": lambda tile: STAGED[tile.output],
     },
     BwdTile: {"consumer warpgroups": lambda tile: str(tile.num_consumers)},
+    Sm80BwdTile: {},
+    Sm80FwdTile: {
+        "stages": lambda tile: str(tile.num_stages),
+        "queries of a warp": lambda tile: str(16 * tile.atoms),
+        "Q in": lambda tile: "registers" if tile.q_in_registers else "shared memory",
+    },
 }
 
 
 def tile_line(row: Row, phase: str, columns: Mapping[str, Callable]) -> list[str]:
-    tile, dtype = row.tile, sorted(row.dtypes & HALF)[0]
+    tile, dtype = row.tile, min(row.dtypes)
     traits = Traits(phase, dtype, *row.dims)
     return [
         "{}, {}".format(*row.dims),
@@ -176,7 +199,7 @@ def tile_line(row: Row, phase: str, columns: Mapping[str, Callable]) -> list[str
         f"{tile.tile_m} x {tile.tile_n}",
         *(show(tile) for show in columns.values()),
         str(tile.num_threads),
-        "{} / {}".format(*tile.registers),
+        " / ".join(map(str, tile.registers)),
         f"{tile.smem_bytes(traits) / 1024:.0f}",
     ]
 
@@ -284,7 +307,8 @@ def fp8_errors_of(results: Mapping, source: str) -> str:
     size = "S={seqlen}, headdim {headdim}, mean of {n} seeds".format(
         **results["settings"], n=len(results["settings"]["seeds"])
     )
-    return f"{size}, torch {results['versions']['torch']} on a CPU. [All rows]({source}).\n\n{grid(head, lines)}"
+    where = f"by the kernels on one {results['gpu']['name']}" if results["gpu"]["num_sms"] else "on a CPU"
+    return f"{size}, torch {results['versions']['torch']} {where}. [All rows]({source}).\n\n{grid(head, lines)}"
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {

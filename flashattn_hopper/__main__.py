@@ -9,14 +9,14 @@ NEEDED = ("typer", "rich", "matplotlib")
 
 
 def main() -> None:
-    """Hand over to train/cli.py, or say what to install."""
+    """Hand over to the command line, or say what to install."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         sys.exit(
             f"The command line needs {', '.join(missing)}: pip install 'flashattn-hopper[cli]'\n"
             "(in a checkout, `make run` sets everything up)"
         )
-    from .train.cli import app
+    from .matrix.cli import app
 
     app()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -118,6 +120,43 @@ def import_cute(target: str):
     return cute
 
 
+def roomy(function):
+    """`function`, with half a MiB of Python stack in one piece for what it calls.
+
+    Why: CPython (3.11 and later) maps its stack in pieces of 16 KiB and unmaps a piece when the last frame in it
+    returns. Where a busy loop sits at the end of a piece, every call in it does both: thousands of times while a kernel
+    is traced. A frame that claims 2**16 slots of 8 bytes gets a piece of the next power of two for itself.
+    """
+    code = function.__code__
+    function.__code__ = code.replace(co_stacksize=code.co_stacksize + 2**16)
+    return function
+
+
+_paused = False  # whether the garbage collector is to be started again
+
+
+def _resume():
+    global _paused
+    if _paused:
+        gc.enable()
+    _paused = False
+
+
+os.register_at_fork(after_in_child=_resume)  # a thread that paused it does not exist in the child
+
+
+@contextmanager
+def no_collections():
+    """One thread at a time. Why: tracing makes many objects, and a collection visits all that torch made too."""
+    global _paused
+    _paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        _resume()
+
+
 def linker() -> list[str] | None:
     """Command of a C compiler that links: $CC, cc, gcc or clang. None if there is none."""
     for command in (os.environ.get("CC"), "cc", "gcc", "clang"):
@@ -170,3 +209,11 @@ def load(path: Path, symbol: str):
 
     _open_runtime(find().runtime)
     return tvm_ffi.load_module(str(path))[symbol]
+
+
+def load_unkept(library: bytes, symbol: str):
+    """As `load`, for a library that no folder keeps: its file is gone once it is loaded."""
+    with tempfile.TemporaryDirectory(prefix="flashattn_hopper-") as folder:
+        path = Path(folder) / "kernel.so"
+        path.write_bytes(library)
+        return load(path, symbol)

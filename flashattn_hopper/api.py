@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.compiler import is_compiling
 
-from . import planner, runner
+from . import planner, runner, runner_fp8
 from .arguments import WORDS, Request, are_scaled, autocast_dtype, check, problem_of
 from .ops import FWD, Eager, intercepted, prepared, register_sharding_rules
-from .ops_fp8 import FWD_FP8, EagerFP8, attend_scaled, dispatch_scaled, prepared_fp8
+from .ops_fp8 import FWD_FP8, EagerFP8, attend_scaled, dispatch_scaled, prepared_fp8, problem_fp8
 from .quantize import BlockScaled
 from .runner import Memo
 from .spec.problem import BWD
@@ -54,12 +54,12 @@ def hopper_attention(
             dtype of torch.autocast, which casts all three. "bf16", "fp16": inputs are cast to it. "fp32", "fp64":
             the same, on the reference only. "fp8": quantized by the defaults of `quantize_fp8` on every call, 8-bit
             products; the gradient is that of the quantized attention, in the inputs' dtype. A CPU emulates it; CUDA
-            tensors need backend="reference" until a kernel computes in FP8.
+            tensors need backend="reference", which does the same, or "sm90", the FP8 kernel.
         return_lse: also return the natural logarithm of the softmax denominator, float32 (float64 where computed in
             float64). It is differentiable.
         deterministic: results repeat bit by bit; torch.use_deterministic_algorithms(True) sets it too.
-        backend: "auto", "sm90" (Hopper kernels), "reference" (tiled PyTorch). CPU tensors take the reference, CUDA
-            tensors never do unless it is named.
+        backend: "auto", "sm90" (Hopper kernels), "sm80" (kernels for Ampere and newer), "reference" (tiled PyTorch).
+            CPU tensors take the reference, CUDA tensors never do unless it is named.
 
     Returns out, in the dtype of q (of autocast where it is on), or (out, lse).
 
@@ -217,7 +217,10 @@ def explain(
     None and the reasons.
     """
     request = check(q, k, v, causal, window_size, softmax_scale, precision, return_lse, deterministic, backend)
-    problem = problem_of(q.shape, k.shape, v.shape, request.dtype, *_scalars(request)[:-1])
+    if request.dtype == "fp8":
+        problem = problem_fp8(q, k, v, _scalars(request), request.compute_dtype)
+    else:
+        problem = problem_of(q.shape, k.shape, v.shape, request.dtype, *_scalars(request)[:-1])
     device = planner.capability_of(q.device)
     refused = tuple(planner.refusals(problem.traits, device, backend).items())
     try:
@@ -225,8 +228,9 @@ def explain(
     except NotImplementedError:
         return Explanation(None, None, problem.traits.slug, None, None, None, refused, ())
     gradients = None
+    behind = _gradient_problem(problem, backend, device)
     if not isinstance(q, BlockScaled):
-        gradients = planner.plan(problem.for_phase(BWD).traits, device, backend, problem.shape).spec
+        gradients = planner.plan(behind.traits, device, backend, problem.shape).spec
     return Explanation(
         chosen.spec.name,
         chosen.spec.backend,
@@ -235,11 +239,18 @@ def explain(
         chosen.tile,
         gradients and gradients.name,
         refused,
-        tuple(_notes(q, k, v, request, problem, chosen, gradients)),
+        tuple(_notes(q, k, v, request, problem, chosen, behind, gradients)),
     )
 
 
-def _notes(q, k, v, request, problem, chosen, gradients):
+def _gradient_problem(problem, backend, device):
+    """What the planner is asked for the gradients."""
+    if problem.traits.dtype == "fp8":
+        return runner_fp8.gradient_problem(problem, backend, device)
+    return problem.for_phase(BWD)
+
+
+def _notes(q, k, v, request, problem, chosen, behind, gradients):
     """What a call costs beside its kernel, and what it silently is not."""
     spec, traits = chosen.spec, problem.traits
     if spec.note:
@@ -262,6 +273,8 @@ def _notes(q, k, v, request, problem, chosen, gradients):
             yield f"{name}: {note}"
     if gradients.note:
         yield f"backward: {gradients.note}"
+    if behind.traits.dtype != traits.dtype:
+        yield f"backward: {behind.traits.dtype} products on the dequantized codes"
     device = planner.capability_of(q.device)
-    for name, reason in planner.refusals(problem.for_phase(BWD).traits, device, request.backend).items():
+    for name, reason in planner.refusals(behind.traits, device, request.backend).items():
         yield f"backward not {name}: {reason}"

@@ -1,7 +1,8 @@
-"""Compiles kernels: from memory, else from disk, else by the compiler.
+"""Compiles kernels: from memory, else from a bundle, else from disk, else by the compiler.
 
     compiled(spec, traits, tile, arch)
       memory    a dict keyed by plain values; one lookup, no lock                          (every call)
+      bundle    a folder of kernels compiled ahead of time, where FLASHATTN_HOPPER_AOT names one (once per process)
       disk      a shared library, found by a hash of everything that decides its content   (once per process)
       compiler  CuTe DSL; one compile per key among threads and processes                  (once per machine)
 
@@ -16,6 +17,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -33,7 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import _cache, _toolchain
+from . import _bundle, _cache, _toolchain
 from .spec.arch import ArchSpec
 from .spec.kernel import KernelSpec
 from .spec.problem import Traits
@@ -63,6 +65,7 @@ class Stats(NamedTuple):
     memory_hits: int = 0
     disk_hits: int = 0
     seconds_compiling: float = 0.0
+    bundle_hits: int = 0
 
 
 class _Tally:
@@ -171,22 +174,34 @@ def sources(entry: str) -> str:
 _first_sources = functools.cache(sources)
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """What a compiled variant is called on disk."""
+
+    key: str
     name: str  # file name in the cache
     symbol: str  # of the function in the shared library
 
 
-def _entry(spec, traits, tile, arch) -> _Entry:
-    key = hashlib.sha256(json.dumps(fingerprint(spec, traits, tile, arch), sort_keys=True).encode()).hexdigest()
-    return _Entry(f"{spec.name}.{traits.slug}.{key}.so", f"kernel_{key}")
+def entry_of(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> Entry:
+    """Raises: ImportError where the compiler is not installed."""
+    return _entry_for(spec, traits, fingerprint(spec, traits, tile, arch))
+
+
+def _entry_for(spec, traits, made_from) -> Entry:
+    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    return Entry(key, f"{spec.name}.{traits.slug}.{key}.so", f"kernel_{key}")
 
 
 def _obtain(spec, traits, tile, arch) -> Callable:
-    """From disk, else compiled. Called by one thread per key."""
+    """From a bundle, else from disk, else compiled. Called by one thread per key."""
+    bundle = _bundle.current()
+    function = None if bundle is None else _unpack(bundle, spec, traits, tile, arch)
+    if function is not None:
+        return function
     cache, link = _cache.current(), _toolchain.linker()
     if cache is None:
-        return _toolchain.positional(_compile_counted(spec, traits, tile, arch))
-    entry = _entry(spec, traits, tile, arch)
+        return _callable(spec, traits, tile, arch)
+    entry = entry_of(spec, traits, tile, arch)
     function = _load(cache, entry, spec, traits, arch)
     if function is not None:
         return function
@@ -194,19 +209,46 @@ def _obtain(spec, traits, tile, arch) -> Callable:
         _cache.warn_once(
             "linker", "kernel cache: off, because no C compiler (cc, gcc, clang or $CC) was found to link with"
         )
-        return _toolchain.positional(_compile_counted(spec, traits, tile, arch))
+        return _callable(spec, traits, tile, arch)
     with cache.lock(entry.name):
         function = _load(cache, entry, spec, traits, arch)  # another process may have been first
         if function is None:
-            function = _compile_counted(spec, traits, tile, arch)
-            function = _keep(cache, entry, spec, function, link) or _toolchain.positional(function)
+            function = _keep(cache, entry, spec, traits, tile, arch, link)
         return function
+
+
+def _unpack(bundle, spec, traits, tile, arch) -> Callable | None:
+    """From `bundle`. None, with the reason in the log, where it has nothing that can be used."""
+    start = time.perf_counter()
+    made_from = fingerprint(spec, traits, tile, arch)
+    entry = _entry_for(spec, traits, made_from)
+    if entry.key not in bundle:
+        difference = bundle.difference(made_from)
+        if difference is None:
+            log.info("%s %s for %s: not in the bundle %s", spec.name, traits.slug, arch.target, bundle.folder)
+        else:
+            _cache.warn_once(
+                f"bundle {bundle.folder} {difference}",
+                "kernel bundle: %s was made from or with something else: %s; %s %s and others like it are not taken "
+                "from there",
+                *(bundle.folder, difference, spec.name, traits.slug),
+            )
+        return None
+    found = bundle.find(entry.key)
+    function = None if found is None else _open(found.library, found.symbol)
+    if function is not None:
+        _tally.bundle_hits += 1
+        log.info(
+            "%s %s for %s: loaded in %.3f s from the bundle %s",
+            *(spec.name, traits.slug, arch.target, time.perf_counter() - start, bundle.folder),
+        )
+    return function
 
 
 def _load(cache, entry, spec, traits, arch) -> Callable | None:
     start = time.perf_counter()
     path = cache.find(entry.name)
-    function = None if path is None else _open(path, entry)
+    function = None if path is None else _open(path, entry.symbol)
     if function is not None:
         _tally.disk_hits += 1
         log.info(
@@ -216,32 +258,45 @@ def _load(cache, entry, spec, traits, arch) -> Callable | None:
     return function
 
 
-def _open(path, entry) -> Callable | None:
+def _open(path, symbol) -> Callable | None:
     try:
-        return _toolchain.load(path, entry.symbol)
+        return _toolchain.load(path, symbol)
     except Exception as error:  # such as a folder mounted without the right to execute
         _cache.warn_once(f"load {path.parent}", "kernel cache: %s cannot be loaded (%s); compiling", path, error)
         return None
 
 
-def _keep(cache, entry, spec, function, link) -> Callable | None:
-    """Store a fresh kernel, and return it as later processes will get it. None if that is not possible."""
+def _keep(cache, entry, spec, traits, tile, arch, link) -> Callable:
+    """Compile and store, and return the kernel as later processes will get it. What cannot be stored works too."""
+    fresh = _compile_counted(spec, traits, tile, arch)
     try:
-        if sources(spec.entry) != _first_sources(spec.entry):
-            log.info("kernel cache: %s is not kept, its sources changed while this process runs", entry.name)
-            return None
         with _compiling:
-            library = _toolchain.shared_library(function, entry.symbol, link)
+            library = _toolchain.shared_library(fresh, entry.symbol, link)
     except Exception as error:
         _cache.warn_once("export", "kernel cache: %s could not be exported (%s)", entry.name, error)
-        return None
-    path = cache.store(entry.name, library)
-    return None if path is None else _open(path, entry)
+        return _callable(spec, traits, tile, arch)
+    path = None
+    if sources(spec.entry) == _first_sources(spec.entry):
+        path = cache.store(entry.name, library)
+    else:
+        log.info("kernel cache: %s is not kept, its sources changed while this process runs", entry.name)
+    function = None if path is None else _open(path, entry.symbol)
+    if function is None:
+        try:
+            function = _toolchain.load_unkept(library, entry.symbol)
+        except Exception:  # no folder for temporary files, or one without the right to execute
+            function = _callable(spec, traits, tile, arch)
+    return function
 
 
-def _compile_counted(spec, traits, tile, arch) -> Callable:
+def _callable(spec, traits, tile, arch) -> Callable:
+    """Compiled in this process, for this process."""
+    return _toolchain.positional(_compile_counted(spec, traits, tile, arch, engine=True))
+
+
+def _compile_counted(spec, traits, tile, arch, engine: bool = False) -> Callable:
     start = time.perf_counter()
-    function = _compile(spec, traits, tile, arch)
+    function = _compile(spec, traits, tile, arch, engine=engine)
     seconds = time.perf_counter() - start
     _tally.compiles += 1
     _tally.seconds_compiling += seconds
@@ -249,14 +304,19 @@ def _compile_counted(spec, traits, tile, arch) -> Callable:
     return function
 
 
-def _compile(spec, traits, tile, arch, options: str = ""):
-    with _compiling:
+@_toolchain.roomy
+def _compile(spec, traits, tile, arch, options: str = "", engine: bool = False):
+    """`engine` makes the result callable, which compiles its host half twice more: not needed to export it."""
+    with _compiling, _toolchain.no_collections():
         cute = _toolchain.import_cute(arch.target)
-        module, _, name = spec.entry.partition(":")
-        kernel = getattr(importlib.import_module(module), name)(traits, tile)
-        return cute.compile(
-            kernel, *kernel.arguments(), options=f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
-        )
+        kernel = _kernel(spec, traits, tile)
+        options = f"{_OPTIONS} --gpu-arch {arch.target} {options}".strip()
+        return cute.compile(kernel, *kernel.arguments(), options=options, no_jit_engine=not engine)
+
+
+def _kernel(spec, traits, tile):
+    module, _, name = spec.entry.partition(":")
+    return getattr(importlib.import_module(module), name)(traits, tile)
 
 
 def compile_cubin(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> bytes:
@@ -278,41 +338,96 @@ def compile_cubin(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -
 def warmup(variants: Iterable[tuple[KernelSpec, Traits, Any, ArchSpec]], processes: int | None = None) -> Stats:
     """Put `(spec, traits, tile, arch)` variants into the disk cache, compiled by parallel processes; needs no GPU.
 
-    `processes` None is one for each usable core. Returns the sum of what they did; variants that are on disk already
-    cost nothing.
+    `processes` None is one for each usable core. Returns the sum of what they did; variants that are on disk or in the
+    bundle already cost nothing.
 
     Raises: RuntimeError where the disk cache cannot be used, or with the first error of each failed process.
     """
-    cache = _cache.current()
+    cache, bundle = _cache.current(), _bundle.current()
     if cache is None or _toolchain.linker() is None:
         raise RuntimeError(
             "warmup fills the disk cache, which needs FLASHATTN_HOPPER_CACHE not to be 0 and a C compiler"
         )
-    todo = {}
-    for spec, traits, tile, arch in variants:
-        entry = _entry(spec, traits, tile, arch)
-        if cache.find(entry.name) is None:
-            todo[entry.name] = (replace(spec, tiles=None), traits, tile, arch)  # the table is not needed to compile
-    if not todo:
+    return fill(cache, [v for v in variants if entry_of(*v).key not in (bundle or ())], processes)
+
+
+def fill(cache: _cache.Cache, variants: Iterable[tuple], processes: int | None = None) -> Stats:
+    """`warmup` into any folder."""
+    entries = {entry_of(*variant): variant for variant in variants}
+    todo = [variant for entry, variant in entries.items() if cache.find(entry.name) is None]
+    return in_processes(_keep_in, cache.folder, todo, processes)
+
+
+def export(folder: Path, variants: Iterable[tuple], processes: int | None = None) -> Stats:
+    """Write an object file for each variant, `Entry.name` with the suffix `.o`, as `warmup` compiles: what a linker
+    takes, in place of a shared library. Object files that are there already cost nothing."""
+    todo = [variant for variant in variants if not object_file(folder, entry_of(*variant)).exists()]
+    return in_processes(_export_to, folder, todo, processes)
+
+
+def object_file(folder: Path, entry: Entry) -> Path:
+    return (folder / entry.name).with_suffix(".o")
+
+
+def operand_names(spec: KernelSpec, traits: Traits, tile: Any, arch: ArchSpec) -> tuple[str | None, ...]:
+    """The run-time operands of a variant in the order of its call; None where the call passes None."""
+    _toolchain.import_cute(arch.target)
+    kernel = _kernel(spec, traits, tile)
+    parameters = [name for name in inspect.signature(kernel.__call__).parameters if name != "stream"]
+    names = []
+    for name, value in zip(parameters, kernel.arguments()):
+        fields = getattr(value, "_fields", None)
+        names += [name] if fields is None else [f if getattr(value, f) is not None else None for f in fields]
+    return tuple(names)
+
+
+# What the processes do with a variant.
+
+
+def _keep_in(folder: Path, variant) -> None:
+    compiled(*variant)  # the environment names the folder
+
+
+def _export_to(folder: Path, variant) -> None:
+    entry = entry_of(*variant)
+    function = _compile_counted(*variant)
+    if sources(variant[0].entry) != _first_sources(variant[0].entry):
+        raise RuntimeError("its sources changed meanwhile")
+    path = object_file(folder, entry)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    with _compiling:
+        function.export_to_c(str(unfinished), function_name=entry.symbol)
+    os.replace(unfinished, path)
+
+
+def in_processes(task: Callable[[Path, tuple], None], folder: Path, variants: list, processes: int | None) -> Stats:
+    """`task(folder, variant)` for each variant in processes of their own. Raises RuntimeError with what failed."""
+    if not variants:
         return Stats()
-    count = max(1, min(len(todo), processes or len(os.sched_getaffinity(0))))
-    shares = [list(todo.values())[i::count] for i in range(count)]
+    count = max(1, min(len(variants), processes or len(os.sched_getaffinity(0))))
+    slim = [
+        (replace(spec, tiles=None, ports=()), *rest) for spec, *rest in variants
+    ]  # tables are not needed to compile
+    shares = [(task, folder, slim[i::count]) for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
         results = list(pool.map(_in_process, shares))
     errors = [error for _, error in results if error]
     if errors:
-        raise RuntimeError("warmup failed: " + "; ".join(errors))
+        raise RuntimeError("compilation failed: " + "; ".join(errors))
     return Stats(*map(sum, zip(*(done for done, _ in results))))
 
 
 def _in_process(share) -> tuple[Stats, str | None]:
     # Why: not multiprocessing. A fork breaks once CUDA runs, and a spawn imports the caller's script again.
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    _, folder, _ = share
+    cache = {"FLASHATTN_HOPPER_CACHE": "1", "FLASHATTN_HOPPER_CACHE_DIR": str(folder), _bundle.VARIABLE: ""}
     done = subprocess.run(
         [sys.executable, "-c", "from flashattn_hopper import jit; jit._serve()"],
         input=pickle.dumps(share),
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **cache},
     )
     if done.returncode or not done.stdout:
         return Stats(), f"a process ended with status {done.returncode}"
@@ -320,13 +435,14 @@ def _in_process(share) -> tuple[Stats, str | None]:
 
 
 def _serve() -> None:
-    """The other end of `_in_process`: variants on standard input, `(Stats, error)` on standard output."""
+    """The other end of `_in_process`: a task and variants on standard input, `(Stats, error)` on standard output."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what compilers print must not mix with the answer
     error = None
-    for variant in pickle.load(sys.stdin.buffer):
+    task, folder, variants = pickle.load(sys.stdin.buffer)
+    for variant in variants:
         try:
-            compiled(*variant)
+            task(folder, variant)
         except Exception as failure:
             error = error or f"{variant[0].name} {variant[1].slug}: {type(failure).__name__}: {failure}"
     with answer:

@@ -11,9 +11,11 @@ in place of two. Codes pass as uint8 (Trap: what checks operators does arithmeti
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from . import runner
+from . import planner, runner, runner_fp8
 from .arguments import problem_of
 from .quantize import E4M3, TILE, BlockScaled, quantize_fp8, restore_lse
 
@@ -41,8 +43,16 @@ FWD_SCALED = torch.ops.flashattn_hopper.fwd_scaled.default
 # What the operators compute
 
 
-def problem_fp8(q, k, v, scalars):
-    return problem_of(q.shape, k.shape, v.shape, "fp8", *scalars[:-1])
+def problem_fp8(q, k, v, scalars, out_dtype=None):
+    """`out_dtype` None: that of q."""
+    problem = problem_of(q.shape, k.shape, v.shape, "fp8", *scalars[:-1])
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    words = {
+        "int8_qk": isinstance(q, BlockScaled) and q.data.dtype == torch.int8,
+        "fp16_out": out_dtype == torch.float16,
+        "fp32_out": out_dtype in (torch.float32, torch.float64),
+    }
+    return replace(problem, traits=replace(problem.traits, **words))
 
 
 def prepared_fp8(q, k, v, scalars):
@@ -51,6 +61,8 @@ def prepared_fp8(q, k, v, scalars):
     Raises: NotImplementedError where no kernel runs the problem.
     """
     problem = problem_fp8(q, k, v, scalars)
+    if runner_fp8.plan(problem, scalars[-1], q.device).spec.arch is not None and not problem.shape.empty:
+        return runner.Prepared(problem, scalars[-1], _by_kernel(problem, scalars[-1], q))
     attend = runner.prepare(problem, scalars[-1], q, k, v)
 
     def forward(q, k, v, want_lse=True, saving=False):
@@ -65,6 +77,21 @@ def prepared_fp8(q, k, v, scalars):
     return runner.Prepared(problem, scalars[-1], forward)
 
 
+def _by_kernel(problem, backend, q):
+    """`prepared_fp8` with the fused quantizer."""
+    attend = runner_fp8.bind(runner_fp8.plan(problem, backend, q.device), problem, q.dtype, q.device)
+
+    def forward(q, k, v, want_lse=True, saving=False):
+        codes = runner_fp8.quantize(q, k, v)
+        out, core_lse, lse = attend(codes, want_lse or saving)
+        if not saving:
+            return out, lse
+        q8, k8, v8 = (x.data.view(torch.uint8) for x in runner_fp8.to_scaled(codes, q.dtype))
+        return out, lse, core_lse, q8, k8, v8, codes.q_descale, codes.k_descale, codes.v_descale, codes.k_mean
+
+    return forward
+
+
 def _operands(dtype, q8, k8, v8, q_descale, k_descale, v_descale, k_mean):
     """The operands of the default recipe again."""
     return (
@@ -75,8 +102,9 @@ def _operands(dtype, q8, k8, v8, q_descale, k_descale, v_descale, k_mean):
 
 
 def _grads(problem, backend, dout, dlse, out, core_lse, saved, needs):
-    q, k, v = _operands(out.dtype, *saved)
-    return runner.backward(problem, backend, dout, dlse, q, k, v, out, core_lse, needs)
+    planned = runner_fp8.gradient_problem(problem, backend, planner.capability_of(out.device))
+    run = runner.backward if planned.traits.dtype == "fp8" else runner_fp8.backward
+    return run(planned, backend, dout, dlse, *_operands(out.dtype, *saved), out, core_lse, needs)
 
 
 def _fwd(q, k, v, *scalars):
@@ -85,14 +113,14 @@ def _fwd(q, k, v, *scalars):
 
 def _bwd(dout, dlse, out, core_lse, *rest):
     saved, scalars, needs = rest[:7], rest[7:-1], rest[-1]
-    problem = problem_fp8(*saved[:3], scalars)
+    problem = problem_fp8(*saved[:3], scalars, out.dtype)
     grads = _grads(problem, scalars[-1], dout, dlse, out, core_lse, saved, needs)
     return tuple(out.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def attend_scaled(q: BlockScaled, k: BlockScaled, v: BlockScaled, scalars):
     """(out, lse) of codes that the caller quantized."""
-    out, lse = runner.prepare(problem_fp8(q, k, v, scalars), scalars[-1], q, k, v)(q, k, v)
+    out, lse = runner_fp8.prepare(problem_fp8(q, k, v, scalars), scalars[-1], q, k, v)(q, k, v)
     return out, restore_lse(lse, q, scalars[0])
 
 

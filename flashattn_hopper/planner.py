@@ -11,7 +11,7 @@ from .catalog import CATALOG
 from .spec.arch import device_word
 from .spec.kernel import KernelSpec
 from .spec.problem import BWD, Shape, Traits
-from .spec.tile import BwdTile, FwdTile
+from .spec.tile import Tile
 
 BACKENDS = ("auto", *dict.fromkeys(spec.backend for spec in CATALOG))
 
@@ -19,11 +19,12 @@ Capability = tuple[int, int] | None  # None is the CPU
 
 
 class Plan(NamedTuple):
-    """The chosen kernel, the traits it is compiled for (headdim padded) and its tile (None: written in PyTorch)."""
+    """The chosen kernel as it is on that device, the traits it is compiled for (headdim padded) and its tile (None:
+    written in PyTorch)."""
 
     spec: KernelSpec
     traits: Traits
-    tile: FwdTile | BwdTile | None
+    tile: Tile | None
 
 
 def plan(traits: Traits, capability: Capability, backend: str, shape: Shape) -> Plan:
@@ -38,12 +39,13 @@ def plan(traits: Traits, capability: Capability, backend: str, shape: Shape) -> 
 def _plan(traits, capability, backend, shape):
     for spec in CATALOG:
         if spec.refuses(traits, capability, backend) is None:
+            spec = spec.on(capability)
             compiled = spec.compiled(traits)
             return Plan(spec, compiled, tile_for(spec, compiled, shape))
     raise _refusal(traits, capability, backend)
 
 
-def tile_for(spec: KernelSpec, traits: Traits, shape: Shape) -> FwdTile | BwdTile | None:
+def tile_for(spec: KernelSpec, traits: Traits, shape: Shape) -> Tile | None:
     """The row of the tile table for compiled `traits`; seqlen_k chooses among compiled variants."""
     return None if spec.tiles is None else spec.tiles.find(traits, shape.seqlen_k)
 

@@ -142,6 +142,30 @@ def decode(x: BlockScaled) -> torch.Tensor:
     return x.data.float().contiguous() * _per_token(x.descale, x.rows, x.shape[1])
 
 
+def decode_as(x: BlockScaled, dtype: torch.dtype) -> torch.Tensor:
+    """`decode`, rounded to a 16-bit dtype, without a tensor of float32 in between: every code is exact in 16 bits.
+
+    Trap: float16 ends at 65504, and the rotation may put values beyond it that were not.
+    """
+    return x.data.to(dtype).contiguous().mul_(_per_token(x.descale, x.rows, x.shape[1]))
+
+
+def row_scales(q: BlockScaled) -> torch.Tensor:
+    """A scale for each token of q, (B, Hq, Sq), however many tokens share one."""
+    return _spread(q.descale, q.rows, q.shape[1])
+
+
+def tile_scales(k: BlockScaled) -> torch.Tensor:
+    """A scale for each 128 keys of k, (B, Hk, tiles), however many keys share one."""
+    return _spread(k.descale, k.rows and k.rows // TILE, -(-k.shape[1] // TILE))
+
+
+def _spread(descale, rows, count):
+    if rows is None:
+        return descale.expand(-1, -1, count)
+    return descale if rows == 1 else descale.repeat_interleave(rows, -1)[..., :count]
+
+
 def restore_lse(lse: torch.Tensor, q: BlockScaled, softmax_scale: float) -> torch.Tensor:
     """lse (B, Hq, Sq) of the scores that codes give -> lse of the scores with the mean of k.
 
@@ -167,6 +191,17 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 def unrotate(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `rotate`, which is also its transpose: what turns gradients back."""
     return _hadamard(x) * _signs(x)
+
+
+def rotation_matrix(headdim: int, dtype: torch.dtype, device) -> tuple[torch.Tensor, float]:
+    """(M, c) with `unrotate(x) == x @ M * c`. M holds 1, -1 and 0, exact in every dtype.
+
+    Why: one product by a library is one pass over memory, where the butterflies are one for each level. Its order of
+    additions is the library's, so codes are not made with it.
+    """
+    turns = unrotate(torch.eye(headdim, device=device))
+    scale = (headdim & -headdim) ** -0.5
+    return (turns / scale).round().to(dtype), scale
 
 
 def _hadamard(x):

@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from . import reference
-from .quantize import E4M3, LARGEST, TILE, BlockScaled, decode, unrotate
+from .quantize import E4M3, LARGEST, TILE, BlockScaled, decode, row_scales, tile_scales, unrotate
 from .reference import _as_heads, _Cut, _rows, _store, _Tile
 from .spec.mask import Band
 
@@ -53,15 +53,14 @@ def forward(q: BlockScaled, k: BlockScaled, v: BlockScaled, band: Band, softmax_
         return out, lse
     cut = _Cut.of(q.data, k.data, v.data)
     cut = replace(cut, tile=_Tile(cut.tile.tile_m, TILE))
-    k_tiles = _tile_scales(k)
-    row_scales = q.descale if q.rows == 1 else _spread(q.descale, q.rows, seqlen_q)
+    q_rows, k_tiles = row_scales(q), tile_scales(k)
     with torch.autocast(q.device.type, enabled=False):
         for chunk in cut.chunks():
             operands = (
                 _rows(q.data, chunk, cut.group, torch.float32),
                 _rows(k.data, chunk, 1, torch.float32),
                 _rows(v.data, chunk, 1, torch.float32),
-                _rows(_as_heads(row_scales), chunk, cut.group, torch.float32) * (softmax_scale * math.log2(math.e)),
+                _rows(_as_heads(q_rows), chunk, cut.group, torch.float32) * (softmax_scale * math.log2(math.e)),
                 _rows(_as_heads(k_tiles), chunk, 1, torch.float32),
                 _rows(_as_heads(v.descale), chunk, 1, torch.float32),
             )
@@ -98,20 +97,6 @@ def _forward_chunk(cut, band, product, query, key, value, q_scale, k_scale, v_sc
         out[:, rows] = (acc / total * v_scale).masked_fill_(blind, 0)
         lse[:, rows] = torch.where(blind, top, (top + total.log2_() - P_SHIFT) * math.log(2))
     return out, lse
-
-
-def _tile_scales(k):
-    """One scale per 128 keys, (B, Hk, tiles), however many keys share one."""
-    tiles = -(-k.shape[1] // TILE)
-    if k.rows is None:
-        return k.descale.expand(-1, -1, tiles)
-    return _spread(k.descale, k.rows // TILE, tiles)
-
-
-def _spread(descale, rows, count):
-    if rows is None:
-        return descale.expand(-1, -1, count)
-    return descale if rows == 1 else descale.repeat_interleave(rows, -1)[..., :count]
 
 
 @torch.no_grad()

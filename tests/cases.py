@@ -11,16 +11,20 @@ Lengths come from the tile of the row that is tested, so another tile moves the 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import zlib
 from dataclasses import dataclass, replace
 
 import torch
 
+from flashattn_hopper import _toolchain
 from flashattn_hopper.arguments import TORCH_DTYPES
+from flashattn_hopper.kernels.sm80 import specs as sm80
+from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import DTYPES, Shape, Traits
-from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile
+from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile, Sm80BwdTile, Sm80FwdTile, Tile
 
 # Where the GPU tests run and what they ask for.
 DEVICE, BACKEND = "cuda", "sm90"
@@ -77,6 +81,16 @@ def mask_arguments(mask: str, window=None) -> dict:
     return {"full": {}, "causal": {"causal": True}, "window": {"window_size": window}}[mask]
 
 
+def device_code(*names):
+    """Modules of flashattn_hopper.kernels, such as "sm80.copies".
+
+    Trap: the first import of cutlass fixes the target that a process can load kernels for, so it is this GPU's.
+    """
+    here = sm80.FORWARD.on(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    _toolchain.import_cute((here.arch if here else SM90).target)
+    return [importlib.import_module(f"flashattn_hopper.kernels.{name}") for name in names]
+
+
 # The matrix
 
 
@@ -102,7 +116,11 @@ def variant_id(variant) -> str:
     return f"{traits.slug}-{tile_id(tile)}"
 
 
-def tile_id(tile: FwdTile | BwdTile) -> str:
+def tile_id(tile: Tile) -> str:
+    if isinstance(tile, Sm80BwdTile):
+        return f"{tile.tile_m}x{tile.tile_n}"
+    if isinstance(tile, Sm80FwdTile):
+        return f"{tile.tile_m}x{tile.tile_n}-w{tile.num_warps}-s{tile.num_stages}{'-rq' * tile.q_in_registers}"
     if isinstance(tile, BwdTile):
         return f"{tile.tile_m}x{tile.tile_n}" + ("" if tile.query_n is None else f"-dq{tile.query_n}")
     return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
@@ -270,7 +288,7 @@ def hard_profiles(seqlen: int, tile_n: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def hard_inputs(traits: Traits, tile: FwdTile | BwdTile, device=None):
+def hard_inputs(traits: Traits, tile: Tile, device=None):
     """(q, k, v, names): a batch entry for each profile, and its negative as second head; Sq and Sk a few tiles long.
 
     Every element of q and k is a small integer, so a score is exact in float32 in whatever order it is summed, and an

@@ -1,7 +1,8 @@
 """GPU tests: what they need, kernels compiled before they start, outputs poisoned before a kernel writes them.
 
-On a machine without a Hopper GPU `-m "not gpu"` leaves them out. Selected there all the same, they are skipped with the
-reason, and the run fails: a session that could not test the kernel must not end green.
+They need a Hopper GPU, or with `gpu(since=capability)` one of that compute capability or a newer one. On a machine
+without it `-m "not gpu"` leaves them out. Selected there all the same, they are skipped with the reason, and the run
+fails: a session that could not test the kernel must not end green.
 """
 
 from __future__ import annotations
@@ -12,23 +13,38 @@ import sys
 import pytest
 
 _NO_GPU = "needs a Hopper GPU (compute capability 9.0); deselect with -m 'not gpu'"
+_NO_NEWER_GPU = "needs a GPU of compute capability {}.{} or newer; deselect with -m 'not gpu'"
+_LEFT_OUT = "deselect with -m 'not gpu'"
 _not_run: list[str] = []
 
 
 @functools.cache
-def _has_hopper() -> bool:
+def _capability() -> tuple[int, int] | None:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _runs(marker) -> bool:
+    here, since = _capability(), marker.kwargs.get("since")
+    return here == (9, 0) if since is None else here is not None and here >= since
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked own_process run where they are asked for, which tests/test_own_process.py does."""
+    if "own_process" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("own_process")]
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not _has_hopper():
-        pytest.skip(_NO_GPU)
+    marker = item.get_closest_marker("gpu")
+    if marker and not _runs(marker):
+        since = marker.kwargs.get("since")
+        pytest.skip(_NO_GPU if since is None else _NO_NEWER_GPU.format(*since))
 
 
 def pytest_runtest_logreport(report):
-    if report.skipped and _NO_GPU in str(report.longrepr):
+    if report.skipped and _LEFT_OUT in str(report.longrepr):
         _not_run.append(report.nodeid)
 
 
@@ -39,7 +55,7 @@ def pytest_sessionfinish(session):
 
 def pytest_terminal_summary(terminalreporter):
     if _not_run:
-        terminalreporter.write_line(f"{len(_not_run)} GPU tests did not run: {_NO_GPU}", red=True)
+        terminalreporter.write_line(f"{len(_not_run)} GPU tests did not run: no such GPU, {_LEFT_OUT}", red=True)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +70,8 @@ def _every_test(request):
 
 @pytest.fixture(scope="session")
 def kernels():
-    """Every variant of the catalog, compiled by as many processes as there are cores."""
+    """Every Hopper variant of the catalog, compiled by as many processes as there are cores. Tests of another arch have
+    a fixture of this name in their file."""
     from flashattn_hopper import jit
     from flashattn_hopper.kernels.sm90 import specs as sm90
 
@@ -101,11 +118,12 @@ class Poison:
 @pytest.fixture
 def poison(monkeypatch):
     """See Poison. Every element of an output that a kernel leaves out stays NaN."""
-    from flashattn_hopper import api, ops, runner
+    from flashattn_hopper import api, ops, runner, runner_fp8
 
     poison = Poison()
     monkeypatch.setattr(runner, "_allocator", poison.allocator)
     # What the runner prepares holds its allocator, so calls prepared before or later are kept apart.
     monkeypatch.setattr(api, "_calls", runner.Memo())
-    monkeypatch.setattr(ops, "_prepared", runner.Memo())
+    for module in (ops, runner_fp8):
+        monkeypatch.setattr(module, "_prepared", runner.Memo())
     return poison

@@ -194,7 +194,8 @@ def test_c30_explain_says_which_path_and_why():
     said = explain(q, k, v, causal=True)
     assert (said.kernel, said.backend, said.backward) == ("reference.forward", "reference", "reference.backward")
     assert said.slug == said.compiled == "fwd.bf16.d72.causal.gqa" and said.tile is None
-    assert dict(said.refused) == {"sm90.forward": "needs sm_90, the tensors are on cpu"}
+    assert said.refused[0] == ("sm90.forward", "needs sm_90, the tensors are on cpu")
+    assert {name for name, _ in said.refused} == {"sm90.forward", "sm80.forward"}
     for words in (said.slug, "reference.forward", "backward: tiled PyTorch recomputation", "needs sm_90"):
         assert words in str(said)
 
@@ -230,9 +231,12 @@ def _shape(q, k):
 @pytest.mark.parametrize(
     "keywords, reasons",
     [
-        ({"precision": "fp8"}, {"sm90.forward": "no fp8", "reference.forward_fp8": "only with backend='reference'"}),
+        (
+            {"precision": "fp8"},
+            {"sm90.forward_fp8": "not all run on a GPU", "reference.forward_fp8": "only with backend='reference'"},
+        ),
         ({"precision": "fp32"}, {"sm90.forward": "no fp32", "reference.forward": "only with backend='reference'"}),
-        ({"precision": "fp8", "backend": "sm90"}, {"reference.forward_fp8": "backend='sm90' was asked for"}),
+        ({"precision": "fp32", "backend": "sm90"}, {"reference.forward": "backend='sm90' was asked for"}),
     ],
 )
 def test_explain_answers_where_nothing_runs(monkeypatch, keywords, reasons):

@@ -1,6 +1,7 @@
 """The benchmark harness without a GPU: what a suite asks, what a row says, and what is drawn from it."""
 
 import ctypes
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -24,7 +25,10 @@ BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
 @pytest.fixture(scope="module")
 def bench():
     """The modules of bench/, which is a folder of scripts and no package."""
-    names = ("suites", "timing", "peers", "record", "plot", "tasks", "memory", "run", "tune", "host", "curves")
+    names = (
+        *("suites", "timing", "peers", "record", "plot", "tasks", "memory", "fp8", "quantizer"),
+        *("run", "tune", "host", "curves"),
+    )
     sys.path.insert(0, str(BENCH))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -121,7 +125,8 @@ def test_a_suite_refuses_a_cell_twice_or_of_another_phase(bench):
 
 def test_every_suite_has_a_task_and_settings(bench):
     for suite in bench.suites.SUITES.values():
-        assert bench.tasks.TASKS[suite.phase] and len(bench.run.SETTINGS[suite.phase]) == 2
+        assert all(bench.tasks.TASKS[cell.task] for cell in suite.cells)
+        assert len(bench.run.OF_SUITE.get(suite.name, bench.run.SETTINGS[suite.phase])) == 2
 
 
 # ------------------------------------------------------------------------------------------------------ timing
@@ -285,7 +290,7 @@ def test_absent_peers_say_why(bench, monkeypatch):
 
 def test_without_a_gpu_the_commands_say_so(bench, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.run.main(["forward", "backward", "memory"]) == 2
+    assert bench.run.main(["forward", "backward", "memory", "fp8", "quantizer"]) == 2
     assert bench.tune.main(["--headdim", "64"]) == 2
     assert bench.host.main([]) == 2
     assert capsys.readouterr().err.count("torch sees none here") == 3
@@ -439,6 +444,45 @@ def test_peers_without_backward_say_so(bench, monkeypatch):
     assert "fa3" in {c.name for c in bench.run.contestants_for("fa3", "fwd")[0]}
 
 
+def test_the_peer_that_cmake_builds(bench, monkeypatch, tmp_path):
+    """Absent without its library, named when it cannot load, and asked only for what CUTLASS's example computes."""
+    peer, seen = bench.peers.Cutlass(), []
+    monkeypatch.setattr(peer, "library", tmp_path / "libcutlass_fmha.so")
+    assert "no libcutlass_fmha.so; cmake -DFLASHATTN_HOPPER_PEER=ON builds it" in peer.available()
+    peer.library.write_text("no library")
+    assert peer.available().startswith("unavailable: OSError: ")
+
+    class Loaded:
+        answer = 0
+
+        def cutlass_fmha_forward(self, *arguments):
+            seen.append(arguments)
+            return self.answer
+
+    peer.loaded = Loaded()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7}))
+    q, k = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 256, 4, 64, dtype=torch.bfloat16)
+    out = peer.call(q, k, k, scale=0.125)
+    (call,) = seen
+    assert call[:6] == (False, 2, 4, 128, 256, 64) and call[-1] == 7
+    assert call[6:10] == (q.data_ptr(), k.data_ptr(), k.data_ptr(), out.data_ptr()) and out.shape == q.shape
+    peer.loaded.answer = 1
+    with pytest.raises(RuntimeError, match="refuses these lengths"):
+        peer.call(q, k, k)
+    gqa = k[:, :, :2].contiguous()
+    for arguments, options in (
+        ((q, k, k), {"causal": True}),
+        ((q, k, k), {"window": (3, 0)}),
+        ((q, k, k), {"scale": 1.0}),
+        ((q, gqa, gqa), {}),
+        ((q.half(), k.half(), k.half()), {}),
+        ((q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2)), {}),
+    ):
+        with pytest.raises(NotImplementedError):
+            peer.call(*arguments, **options)
+    assert len(seen) == 2
+
+
 def test_ours_trains_through_the_public_function(bench, monkeypatch):
     torch.manual_seed(0)
     (asked,) = bench.run.run_cell(backward_cell(bench, Band()), [bench.peers.OURS], brief(bench), "cpu")
@@ -528,6 +572,202 @@ def test_memory_rows_keep_failures(bench, monkeypatch):
     row = bench.memory.row(cell, trainee(bench, "nan", 2, nan_somewhere), "cpu", bench.run.ours_ran)
     assert row["failed"] == "ValueError: dv is not finite everywhere" and row["dense_bytes"] == 2 * 64 * 64 * 2
     assert "not finite" in bench.memory.line(row | bench.run.identity(cell))
+
+
+# ----------------------------------------------------------------------------------------------------------- fp8
+def test_fp8_suite(bench):
+    cells = bench.suites.SUITES["fp8"].cells
+    assert {c.batch * c.seqlen for c in cells} == {16384} and {c.dtype for c in cells} == {"fp8"}
+    found = {(c.slug, c.seqlen) for c in cells}
+    for headdim in (64, 128, 256):
+        for mask in ("full", "causal"):
+            for seqlen in (2048, 4096, 8192, 16384):
+                assert {(f"fwd.fp8.d{headdim}.{mask}{end}", seqlen) for end in ("", ".from_bf16")} <= found
+    for cell in cells:
+        half = bench.suites.Cell(**{f: getattr(cell, f) for f in SMALL}, band=cell.band)
+        assert cell.flops == half.flops and cell.task == (cell.source or "codes")
+    line = bench.fp8.lineup("cudnn,fa3,fa4,fa2")
+    alone, source = cells[0], cells[-1]
+    assert [c.name for c in line if c.takes(alone)] == ["ours", "ours_int8", "cudnn", "fa3"]
+    assert [c.name for c in line if c.takes(source)] == ["ours", "bf16"]
+    with pytest.raises(ValueError, match="unknown peer"):
+        bench.fp8.lineup("fa9")
+
+
+def test_fp8_variants_are_compiled_before_they_are_timed(bench, monkeypatch):
+    monkeypatch.setattr("flashattn_hopper.planner.capability_of", lambda device: (9, 0))
+    compiled = []
+    monkeypatch.setattr("flashattn_hopper.jit.warmup", lambda variants: compiled.extend(variants))
+    cells = bench.suites.SUITES["fp8"].select(only="d128.causal")
+    bench.run.warm(cells, "cuda")
+    names = {(spec.name, traits.slug) for spec, traits, *_ in compiled}
+    assert names == {
+        ("sm90.forward_fp8", "fwd.fp8.d128.causal"),
+        ("sm90.forward_fp8", "fwd.fp8.d128.causal.int8_qk"),
+        ("sm90.forward", "fwd.bf16.d128.causal"),
+        ("sm90.quantize", "quantize.bf16.d128.hadamard.smooth_k"),
+        ("sm90.quantize", "quantize.bf16.d128.hadamard.int8_qk.smooth_k"),
+    }
+    for cell in cells:
+        ran = bench.run.ours_ran(cell, "cuda")
+        assert ran["kernel"] == "sm90.forward_fp8" and ran["tile"].startswith("FwdTile(128, 128")
+
+
+@pytest.fixture
+def emulated(bench, monkeypatch):
+    """The kernels' host side with PyTorch in their place, and FlashAttention-3's function by name."""
+    from flashattn_hopper import quantize_fp8, reference_fp8, runner_fp8
+    from flashattn_hopper.quantize import BlockScaled
+
+    def quantize(q, k, v, int8_qk=False):
+        scaled = quantize_fp8(q, k, v, qk_dtype="int8" if int8_qk else "fp8")
+        return runner_fp8.from_scaled(*scaled)._replace(k_mean=scaled[1].mean)
+
+    def bind(chosen, problem, dtype, device):
+        def attend(codes, want_lse=True):
+            scaled = runner_fp8.to_scaled(codes, dtype)
+            return *reference_fp8.forward(*scaled, problem.band, problem.softmax_scale), None
+
+        return attend
+
+    def flash(q, k, v, softmax_scale, causal, q_descale, k_descale, v_descale):
+        codes = zip((q, k, v), (q_descale, k_descale, v_descale), (None, None, None))
+        codes = [BlockScaled(x, scale[..., None], rows, torch.bfloat16) for x, scale, rows in codes]
+        return reference_fp8.forward(*codes, Band(right=0 if causal else None), softmax_scale)
+
+    in_pytorch = SimpleNamespace(spec=SimpleNamespace(arch=None))
+    monkeypatch.setattr(runner_fp8, "plan", lambda *_: in_pytorch)
+    monkeypatch.setattr(runner_fp8, "bind", bind)
+    monkeypatch.setattr(runner_fp8, "quantize", quantize)
+    monkeypatch.setattr(bench.fp8, "BACKEND", "reference")
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(flash_attn_func=flash))
+    return runner_fp8
+
+
+@pytest.mark.parametrize("band", [Band(), Band(right=0)], ids=lambda b: b.kind)
+def test_fp8_cells_are_judged_by_float64_of_the_tensors(bench, emulated, band):
+    torch.manual_seed(0)
+    shape = {"batch": 2, "seqlen": 200, "num_heads_q": 4, "num_heads_kv": 4, "headdim": 32, "headdim_v": 32}
+    line = bench.fp8.lineup("fa3")
+    found = {}
+    for source in ("", "from_bf16"):
+        cell = bench.suites.Cell(**shape, band=band, dtype="fp8", source=source)
+        here = [contestant for contestant in line if contestant.takes(cell)]
+        rows = bench.run.run_cell(cell, here, brief(bench), "cpu")
+        assert {row["slug"] for row in rows} == {cell.slug} and not any(row.get("failed") for row in rows)
+        found |= {(row["contestant"], source): row for row in rows}
+    errors = {who: row["rel_error"] for who, row in found.items()}
+    alone, source = {(n, "") for n in ("ours", "ours_int8", "fa3")}, {(n, "from_bf16") for n in ("ours", "bf16")}
+    assert set(errors) == alone | source
+    assert 0.01 < errors["ours_int8", ""] < errors["ours", ""] < 0.08 and errors["fa3", ""] < 0.08
+    assert 0.02 < errors["ours", "from_bf16"] < 0.08 and errors["bf16", "from_bf16"] < 5e-3
+
+
+def test_a_wrong_fp8_kernel_is_not_timed(bench, emulated, monkeypatch):
+    """V with its keys in another order, as a wrong layout would have it."""
+    cell = bench.suites.Cell(1, 200, 2, 2, 32, 32, dtype="fp8")
+    pack = emulated.pack_values
+    monkeypatch.setattr(emulated, "pack_values", lambda v: pack(v.roll(1, 1)))
+    row, *_ = bench.run.run_cell(cell, [bench.fp8.OURS], brief(bench), "cpu")
+    assert "wrong result: relative error" in row["failed"]
+
+
+def test_cudnns_graph_has_every_operand(bench, monkeypatch):
+    """The calls of the frontend that are made, and that the output's own scale is undone."""
+    seen = {}
+
+    class Tensor(SimpleNamespace):
+        def __getattr__(self, name):
+            return lambda value: seen.setdefault("set", []).append((self.index, name, value)) or self
+
+        __hash__ = object.__hash__
+
+    class Graph:
+        def __init__(self, **options):
+            self.tensors = []
+            seen["options"] = options
+
+        def tensor(self, dim, stride, data_type):
+            self.tensors.append(Tensor(index=len(self.tensors), shape=dim, steps=stride, kind=data_type))
+            return self.tensors[-1]
+
+        def sdpa_fp8(self, *operands, **options):
+            seen["call"] = [x.index for x in operands], options
+            return [Tensor(index=name) for name in ("out", "stats", "amax_s", "amax_o")]
+
+        def get_workspace_size(self):
+            return 8
+
+        def execute(self, tensors, space, handle):
+            by = {x.index: value for x, value in tensors.items()}
+            q, k, v = (by[i].float() * by[3 + i] for i in range(3))
+            exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+            by["out"].copy_((exact * by[8]).to(torch.float8_e4m3fn))
+
+        def __getattr__(self, name):  # validate, build_operation_graph, ...
+            return lambda *_: seen.setdefault("built", []).append(name)
+
+    cudnn = SimpleNamespace(
+        pygraph=Graph,
+        create_handle=lambda: "handle",
+        set_stream=lambda handle, stream: None,
+        data_type=SimpleNamespace(FP8_E4M3="e4m3", FLOAT="float"),
+        heur_mode=SimpleNamespace(A="a", FALLBACK="b"),
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    cell = bench.suites.Cell(2, 96, 3, 3, 32, 32, Band(right=0), dtype="fp8")
+    monkeypatch.setattr(type(cell), "softmax_scale", 0.3)
+    (row,) = bench.run.run_cell(cell, [bench.fp8.Cudnn()], brief(bench), "cpu")
+    assert row.get("failed") is None and 0.02 < row["rel_error"] < 0.1
+    assert seen["call"] == (list(range(9)), {"generate_stats": False, "attn_scale": 0.3, "use_causal_mask": True})
+    assert ("out", "set_stride", [96 * 96, 32, 96, 1]) in seen["set"] and ("amax_s", "set_output", False) in seen["set"]
+    assert seen["built"][-1] == "build_plans"
+
+
+def test_quantizer_rows(bench, emulated, tmp_path):
+    cell = bench.suites.Cell(2, 200, 4, 2, 32, 32, dtype="fp8")
+    assert bench.quantizer.moved_bytes(cell) == 400 * 32 * (4 * 3 + (2 + 2) * 5)
+    assert bench.quantizer.moved_bytes(cell, 1) == 400 * 32 * (4 + 2 + 2) * 3
+    ours, copy = bench.quantizer.rows(cell, brief(bench), "cpu", emulated.quantize)
+    assert (ours["slug"], ours["kv_heads"]) == ("quantize.bf16.d32.hadamard.smooth_k", 2)
+    assert ours["share"] == round(copy["ms"] / ours["ms"], 3) and copy["gb_s"] > 0
+    assert 0.02 < ours["rel_error"] < 0.03 and "rel_error" not in copy
+    assert "share" in bench.quantizer.line([ours, copy])
+    spoiled = lambda *tensors: emulated.quantize(*(x * 1.1 for x in tensors))
+    (row,) = bench.quantizer.rows(cell, brief(bench), "cpu", spoiled)
+    assert "wrong result" in row["failed"] and "failed" in bench.quantizer.line([row])
+    assert len({c.key for c in bench.quantizer.cells()}) == 16
+    head = {"suite": "quantizer", "date": "2026-11-29T1", "revision": "abc", "gpu": {"name": "NVIDIA H200"}}
+    assert ours["least_share"] == pytest.approx(ours["share"] * 24 / 32, abs=1e-3)
+    rows = [ours | {"gb_s": 3000, "share": 0.75, "least_share": 0.6}, copy | {"gb_s": 4000}]
+    path = bench.record.save({"schema": 1, **head, "rows": rows}, tmp_path / "quantizer.json")
+    assert "| 32 | 2 | 200 | 4:2 | 3000 | 4000 | 0.75 | 0.60 |" in bench.plot.markdown_table(path)
+    assert bench.plot.draw(bench.plot.load(path), tmp_path) == []
+
+
+def test_fp8_table_and_figures(bench, results_file, tmp_path):
+    """int8 scores are ours: no peer to be ahead of. Tensors have panels of their own beside codes."""
+    results, rows = bench.plot.load(results_file), []
+    for seqlen in (2048, 4096):
+        for source, rates in (
+            ("", {"ours": 900.0, "ours_int8": 950.0, "fa3": 800.0, "cudnn": 850.0}),
+            ("from_bf16", {"ours": 800.0, "bf16": 640.0}),
+        ):
+            cell = bench.suites.Cell(2, seqlen, 4, 4, 128, 128, dtype="fp8", source=source)
+            rows += [{"contestant": n, **bench.run.identity(cell), "tflops": rate} for n, rate in rates.items()]
+    path = bench.record.save(results | {"suite": "fp8", "rows": rows}, tmp_path / "fp8.json")
+    lines = bench.plot.markdown_table(path).splitlines()
+    assert "| fp8 | 128 | full | 900 / 850 cudnn / **1.06** | 900 / 850 cudnn / **1.06** |" in lines
+    assert "| fp8 | 128 | full from_bf16 | 800 / 640 bf16 / **1.25** | 800 / 640 bf16 / **1.25** |" in lines
+    assert "least 1.06" in bench.run.table(rows)
+    line = bench.run.cell_line([row | {"rel_error": 0.05} for row in rows[:4]])
+    assert "ours/best 1.06" in line and "ours_int8    950" in line
+    pytest.importorskip("matplotlib")
+    (figure,) = bench.plot.draw(bench.plot.load(path), tmp_path)
+    assert figure.name == "fp8_128.svg"
+    for text in (">full<", ">full from_bf16<", "int8 q and k", "flashattn_hopper in bf16"):
+        assert text in figure.read_text()
 
 
 # ---------------------------------------------------------------------------------------------- a run of a suite
@@ -745,6 +985,30 @@ def test_launcher_passes_what_the_variant_has(bench, band, tile):
     assert ops.lse
     launcher.functions[tile] = lambda ops: write(ops.o, ops.q.new_zeros(*ops.q.shape[:3], ops.v.shape[3]))
     assert bench.tune.check(launcher, tile, cell, "cpu").startswith("relative error 1.0e+00")
+
+
+def test_codes_of_an_operand_are_made_once(bench, monkeypatch):
+    """For all tiles; each tile is bound with the problem and the plan that it belongs to."""
+    from flashattn_hopper import runner_fp8
+
+    cell = cell_of(bench, Band(right=0), dtype="fp8")
+    exact, quantized, plans = contestant(bench, "exact"), [], []
+
+    def bind(plan, problem, dtype, device):
+        plans.append(plan)
+        assert problem.traits.int8_qk and problem.band == cell.band
+        return lambda codes, want_lse: (exact.call(*codes, cell.causal, cell.window_size, cell.softmax_scale),)
+
+    monkeypatch.setattr(runner_fp8, "quantize", lambda q, k, v, int8_qk: quantized.append(int8_qk) or (q, k, v))
+    monkeypatch.setattr(runner_fp8, "bind", bind)
+    traits = dataclasses.replace(cell.traits, int8_qk=True)
+    launcher = bench.tune.CodesLauncher(traits, cell.band)
+    ops = bench.tasks.operands(cell, "cpu")
+    tiles = bench.tune.candidates(traits)[:2]
+    for tile in (*tiles, tiles[0]):
+        assert bench.tasks.forward_error(cell, ops, launcher(tile, *ops))[1] < 1e-2
+    assert quantized == [True] and [plan.tile for plan in plans] == list(tiles)
+    assert all(plan.spec.name == "sm90.forward_fp8" for plan in plans)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])

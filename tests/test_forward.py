@@ -253,6 +253,10 @@ def test_side_stream_without_synchronisation():
 
 def captured(q, k, v, stream=None, calls=1, **mask):
     """(graph, outputs): `calls` calls in a row, each on the output of the one before as its queries."""
+    return captured_by(attend, q, k, v, stream, calls, **mask)
+
+
+def captured_by(attend, q, k, v, stream=None, calls=1, **mask):
     attend(q, k, v, **mask)  # loads the kernel, which a capture must not
     torch.cuda.synchronize()
     graph, outputs = torch.cuda.CUDAGraph(), []

@@ -1,13 +1,17 @@
 """The JIT without a GPU: what enters a key, what is compiled once, and what happens when the disk misbehaves."""
 
+import gc
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -47,7 +51,7 @@ def folder(tmp_path, monkeypatch, caplog):
 
 
 def key_of(spec=SPEC, traits=TRAITS, tile=TILE, arch=SM90):
-    return jit._entry(spec, traits, tile, arch).name.split(".")[-2]
+    return jit.entry_of(spec, traits, tile, arch).name.split(".")[-2]
 
 
 def entries(folder):
@@ -108,7 +112,7 @@ def result(process):
 def altered(value, field):
     """A copy with another value in one field, past the checks of its constructor."""
     old = getattr(value, field)
-    new = not old if isinstance(old, bool) else old + {int: 1, str: "-other"}[type(old)]
+    new = not old if isinstance(old, bool) else 64 if old is None else old + {int: 1, str: "-other"}[type(old)]
     other = object.__new__(type(value))
     other.__dict__.update(value.__dict__, **{field: new})
     return other
@@ -236,9 +240,10 @@ def test_variants_do_not_collide(folder):
             function(torch.zeros(8, dtype=torch.bfloat16), 1.0)
 
 
+# Why a process of its own: the DSL hands out a function to call only for the target that it was first imported for.
 @needs_dsl
 @needs_no_gpu
-@pytest.mark.parametrize("source", ["compiler", "disk"])
+@pytest.mark.parametrize("source", [pytest.param("compiler", marks=pytest.mark.own_process), "disk"])
 def test_arguments_are_checked_and_accepted(source, monkeypatch):
     import fake_cuda
 
@@ -284,9 +289,22 @@ def test_no_c_compiler(folder, monkeypatch, caplog):
 def test_failing_linker_warns(folder, monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     assert callable(jit.compiled(*VARIANT))
+    assert jit.stats().compiles == 2  # for the linker, and then for this process
     (warning,) = warnings_in(caplog)
     assert "could not be exported" in warning
     assert not entries(folder)
+
+
+@needs_dsl
+def test_no_folder_may_execute(folder, monkeypatch, caplog):
+    def refuse(path, symbol):
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(_toolchain, "load", refuse)
+    assert callable(jit.compiled(*VARIANT))
+    assert jit.stats()[:3] == (2, 0, 0)  # for the folder, and then for this process
+    (warning,) = warnings_in(caplog)
+    assert "cannot be loaded" in warning
 
 
 @needs_dsl
@@ -327,11 +345,46 @@ def test_a_failed_compile_is_tried_again(folder):
 
 
 @needs_dsl
-def test_a_forked_child_is_not_blocked_by_a_thread_of_its_parent():
-    with jit._compiling:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_compile_leaves_the_garbage_collector_as_it_was(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        for entry in ("toy_kernel:Toy", "toy_kernel:Broken"):
+            with suppress(RuntimeError):
+                jit.compiled(replace(SPEC, entry=entry), *VARIANT[1:])
+            assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+
+
+def test_a_roomy_function_maps_its_stack_once():
+    """At no depth do calls in a loop fault in a new page each, as they do where a piece of the stack ends."""
+
+    def leaf(): ...
+
+    leaf.__code__ = leaf.__code__.replace(co_stacksize=200)
+
+    def faults(depth):
+        if depth:
+            return faults(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(500):
+            leaf()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    @_toolchain.roomy
+    def worst():
+        return max(map(faults, range(300)))
+
+    assert worst() < 100
+
+
+@needs_dsl
+def test_a_forked_child_is_free_of_a_compile_in_its_parent():
+    with jit._compiling, _toolchain.no_collections():
         child = os.fork()
         if child == 0:
-            os._exit(0 if jit._compiling.acquire(timeout=1) else 1)
+            os._exit(0 if jit._compiling.acquire(timeout=1) and gc.isenabled() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -382,7 +435,7 @@ def test_damaged_entry_is_replaced(folder, caplog, damage):
 def test_entry_of_another_key_is_refused(folder):
     jit.compiled(*VARIANT)
     (path,) = entries(folder)
-    other = jit._entry(SPEC, replace(TRAITS, dtype="fp16"), TILE, SM90).name
+    other = jit.entry_of(SPEC, replace(TRAITS, dtype="fp16"), TILE, SM90).name
     (folder / other).write_bytes(path.read_bytes())
     assert _cache.current().find(other) is None
     assert not (folder / other).exists()
@@ -392,12 +445,15 @@ def test_entry_of_another_key_is_refused(folder):
 def test_folder_that_cannot_be_one(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASHATTN_HOPPER_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for _ in range(2):
         jit.clear()
-        jit.compiled(*VARIANT)
+        with pytest.raises(TypeError, match="Expects 2 parameters"):  # it works all the same
+            jit.compiled(*VARIANT)(1)
     assert jit.stats()[:3] == (2, 0, 0)
     (warning,) = warnings_in(caplog)
     assert "FLASHATTN_HOPPER_CACHE_DIR" in warning
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # Without it, a superuser writes wherever it likes. See capabilities(7): DAC_OVERRIDE is bit 1, DAC_READ_SEARCH bit 2.

@@ -27,6 +27,10 @@ FULL = Band()
         ((9, 0), "sm90", "sm90.forward"),
         ((9, 0), "reference", "reference.forward"),
         ((8, 0), "reference", "reference.forward"),
+        ((8, 0), "auto", "sm80.forward"),
+        ((8, 9), "auto", "sm80.forward"),
+        ((10, 0), "auto", "sm80.forward"),
+        ((12, 0), "auto", "sm80.forward"),
         (None, "auto", "reference.forward"),
         (None, "reference", "reference.forward"),
     ],
@@ -35,13 +39,14 @@ def test_chosen(capability, backend, kernel):
     assert planner.plan(D128, capability, backend, SHAPE).spec.name == kernel
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (13, 0)])
 def test_other_gpus_are_refused_with_every_reason(capability):
     with pytest.raises(NotImplementedError) as info:
         planner.plan(D128, capability, "auto", SHAPE)
     device, message = f"sm_{capability[0]}{capability[1]}", str(info.value)
     assert f"fwd.bf16.d128.full on {device}" in message
     assert f"sm90.forward: needs sm_90, the tensors are on {device}" in message
+    assert "sm80.forward: needs one of sm_80, " in message
     assert f"reference.forward: runs on {device} only with backend='reference'" in message
     assert 'backend="reference" runs it' in message
 
@@ -65,7 +70,7 @@ def test_fp8_on_a_gpu_is_only_the_reference_s():
     with pytest.raises(NotImplementedError) as info:
         planner.plan(replace(D128, dtype="fp8"), (9, 0), "auto", SHAPE)
     message = str(info.value)
-    assert "sm90.forward: no fp8" in message and 'backend="reference" runs it' in message
+    assert "sm90.forward_fp8: only with backend='sm90'" in message and 'backend="reference" runs it' in message
     assert "reference.forward_fp8: runs on sm_90 only" in message and "reference.forward:" not in message
     assert planner.plan(replace(D128, dtype="fp8"), (9, 0), "reference", SHAPE).spec.name == "reference.forward_fp8"
 
@@ -133,8 +138,8 @@ def test_every_tile_row_is_reached(row):
 
 
 def test_refusals_name_only_rows_of_the_phase():
-    assert set(planner.refusals(D128, None)) == {"sm90.forward"}
-    assert set(planner.refusals(replace(D128, phase=BWD), None)) == {"sm90.backward"}
+    assert set(planner.refusals(D128, None)) == {"sm90.forward", "sm80.forward"}
+    assert set(planner.refusals(replace(D128, phase=BWD), None)) == {"sm90.backward", "sm80.backward"}
 
 
 def test_capability_of_the_cpu():

@@ -15,6 +15,7 @@ class KernelSpec:
 
     `arch` is None for a kernel written in PyTorch, which runs anywhere: `serves` then says on which devices it is
     chosen by itself ("cpu", "cuda"), and on others it runs only when asked for by name.
+    `ports` are further archs that the same source is compiled for, each with its tile table: see `on`.
     `headdims` None means any; otherwise a problem's head dimensions are padded up to the next pair, in `multiple`s.
     `invariant_to` names features that do not change the compiled code, and so never enter a cache key.
     """
@@ -25,6 +26,7 @@ class KernelSpec:
     features: frozenset[str]
     masks: tuple[str, ...] = ("full", "causal", "window")
     arch: ArchSpec | None = None
+    ports: tuple[tuple[ArchSpec, TileTable], ...] = ()
     serves: frozenset[str] = frozenset()
     tiles: TileTable | None = None
     multiple: int = 1
@@ -43,6 +45,20 @@ class KernelSpec:
     def headdims(self) -> tuple[tuple[int, int], ...] | None:
         return None if self.tiles is None else self.tiles.headdims
 
+    def on(self, capability: tuple[int, int] | None) -> KernelSpec | None:
+        """This kernel with the arch and the tiles of that device; None where none of its archs runs there."""
+        if self.arch is None:
+            return self
+        archs = [(self.arch, self.tiles), *self.ports]
+        arch, tiles = max(
+            (found for found in archs if found[0].runs_on(capability)),
+            key=lambda found: found[0].capability,
+            default=(None, None),
+        )
+        if arch is None:
+            return None
+        return self if arch is self.arch else replace(self, arch=arch, tiles=tiles, ports=())
+
     def refuses(self, traits: Traits, capability: tuple[int, int] | None, backend: str = "auto") -> str | None:
         """None if this kernel runs `traits` on that device, else the reason. `capability` None is the CPU."""
         device = device_word(capability)
@@ -50,8 +66,9 @@ class KernelSpec:
             return f"it computes {self.phase}, not {traits.phase}"
         if backend not in ("auto", self.backend):
             return f"backend={backend!r} was asked for"
-        if self.arch is not None and capability != self.arch.capability:
-            return f"needs {device_word(self.arch.capability)}, the tensors are on {device}"
+        if self.on(capability) is None:
+            archs = [device_word(arch.capability) for arch in (self.arch, *(arch for arch, _ in self.ports))]
+            return f"needs {'one of ' * (len(archs) > 1)}{', '.join(archs)}, the tensors are on {device}"
         if self.on_request and backend == "auto":
             return f"only with backend={self.backend!r}: {self.on_request}"
         if self.arch is None and backend == "auto" and ("cpu" if device == CPU else "cuda") not in self.serves:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 
 from .mask import Band, Seqlens
 
-FWD, BWD = "fwd", "bwd"
+FWD, BWD, QUANTIZE = "fwd", "bwd", "quantize"
 PHASES = (FWD, BWD)
 DTYPES = ("fp16", "bf16", "fp8", "fp32", "fp64")
-HALF = frozenset({"fp16", "bf16"})
+HALF, FP8 = frozenset({"fp16", "bf16"}), frozenset({"fp8"})
 MASKS = ("full", "causal", "window")
+FP8_FEATURES = ("int8_qk", "fp16_out", "fp32_out")
+FEATURES = ("gqa", "deterministic", *FP8_FEATURES)  # boolean fields of Traits
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Traits:
     """The half of a problem that is compiled in.
 
     `mask` is a compile-time class: a causal edge is static, the edges of a window are run-time integers.
+    Of dtype "fp8" only: `int8_qk`, codes of q and k are int8; `fp16_out` or `fp32_out`, out is not BF16.
     """
 
     phase: str
@@ -27,17 +30,23 @@ class Traits:
     mask: str = "full"
     gqa: bool = False
     deterministic: bool = False
+    int8_qk: bool = False
+    fp16_out: bool = False
+    fp32_out: bool = False
 
     def __post_init__(self):
         for name, allowed in (("phase", PHASES), ("dtype", DTYPES), ("mask", MASKS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+        for word in FP8_FEATURES:
+            if getattr(self, word) and self.dtype != "fp8":
+                raise ValueError(f"{word}: only with dtype='fp8', got {self.dtype!r}")
 
     @property
     def features(self) -> frozenset[str]:
         """Words that a kernel must declare to accept these traits."""
-        return frozenset(w for w, on in (("gqa", self.gqa), ("deterministic", self.deterministic)) if on)
+        return frozenset(word for word in FEATURES if getattr(self, word))
 
     @property
     def slug(self) -> str:
@@ -57,6 +66,32 @@ class Traits:
         if traits.slug != slug:
             raise ValueError(f"{slug!r} is not a traits slug; {traits.slug!r} is")
         return traits
+
+
+@dataclass(frozen=True)
+class QuantizeTraits:
+    """What is compiled into the quantizer: the dtype of its inputs, exact head dimensions, and the recipe."""
+
+    dtype: str
+    headdim: int
+    headdim_v: int
+    hadamard: bool = True
+    smooth_k: bool = True
+    int8_qk: bool = False
+
+    def __post_init__(self):
+        if self.dtype not in HALF:
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(sorted(HALF))}")
+        for name in ("headdim", "headdim_v"):
+            width = getattr(self, name)
+            if width % 16 or not 16 <= width <= 256:
+                raise ValueError(f"{name}={width}: allowed are multiples of 16 up to 256")
+
+    @property
+    def slug(self) -> str:
+        dims = f"d{self.headdim}" if self.headdim == self.headdim_v else f"d{self.headdim}x{self.headdim_v}"
+        words = [word for word in ("hadamard", "int8_qk", "smooth_k") if getattr(self, word)]
+        return ".".join(["quantize", self.dtype, dims, *words])
 
 
 @dataclass(frozen=True)

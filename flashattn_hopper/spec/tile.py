@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from .arch import ArchSpec
 from .problem import HALF, Traits
@@ -21,6 +22,8 @@ class FwdTile:
     `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
+    Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
+    the other, so that their accumulators share registers.
     """
 
     tile_m: int
@@ -30,6 +33,8 @@ class FwdTile:
     output: str = "q"
     schedule: str = "grid"
     ping_pong: bool = True
+    value_columns: int | None = None
+    serial: bool = False
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -70,10 +75,16 @@ class FwdTile:
 
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""
-        need = self.smem_bytes(traits)
-        if need > arch.smem_bytes:
+        check_smem(self, arch, traits)
+        if traits.dtype == "fp8" and (self.output != "own" or 128 % self.tile_n or self.tile_n % 32):
             raise ValueError(
-                f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
+                f"{self}: fp8 needs output='own' (out is wider than the codes) and tile_n of 32, 64 or 128"
+            )
+        if self.value_columns is not None and (
+            traits.dtype != "fp8" or not self.serial or traits.headdim_v % self.value_columns
+        ):
+            raise ValueError(
+                f"{self}: value_columns are a divisor of headdim_v, with fp8 and serial; got {traits.slug}"
             )
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
@@ -81,6 +92,9 @@ class FwdTile:
     @classmethod
     def candidates(cls, arch: ArchSpec, traits: Traits):
         """Every tile worth measuring for these traits: what bench/tune.py enumerates."""
+        if traits.dtype == "fp8":
+            yield from cls._of_codes(arch, traits)
+            return
         for tile_m in (128, 192):
             for tile_n in range(48, 193, 16):
                 # Scores, probabilities and output of one thread must fit its registers beside about 30 others.
@@ -101,6 +115,27 @@ class FwdTile:
                     except ValueError:
                         continue
                     yield tile
+
+    @classmethod
+    def _of_codes(cls, arch, traits):
+        for tile_m, tile_n, q_stages, ping_pong, columns in product(
+            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128)
+        ):
+            serial = columns is not False
+            value_columns = columns or None
+            if value_columns == traits.headdim_v:
+                continue
+            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial)
+            # A tile's own accumulator is beside the scores where its product runs under their exponentials.
+            sums = (value_columns or traits.headdim_v) // 2
+            live = max(tile_n // 2, sums) if serial else tile_n // 2 + sums
+            if live + tile_n // 8 + traits.headdim_v // 2 + 30 > tile.registers[1]:
+                continue
+            try:
+                tile.check(arch, traits)
+            except ValueError:
+                continue
+            yield tile
 
 
 @dataclass(frozen=True)
@@ -162,6 +197,7 @@ class BwdTile:
         return self.tile_m == 128
 
     def dq_columns(self, headdim: int) -> int:
+        """Columns of dQ that a warpgroup computes; K is swizzled so that they are whole atoms."""
         return headdim if self.dq_by_rows else headdim // self.num_consumers
 
     def workspace_floats(self, rows: int, headdim: int) -> int:
@@ -170,11 +206,150 @@ class BwdTile:
 
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""
-        need = self.smem_bytes(traits)
-        if need > arch.smem_bytes:
-            raise ValueError(
-                f"{self}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
-            )
+        check_smem(self, arch, traits)
+
+
+@dataclass(frozen=True)
+class Sm80FwdTile:
+    """One way to cut the Ampere forward kernel: tile_m queries by tile_n keys, for warps of 16 or 32 queries each.
+
+    `num_stages`: 1 is one tile of K and one of V, each loaded under the product before it; with more, that many tiles
+    of both, so that loads run `num_stages - 1` tiles ahead.
+    `q_in_registers`: Q is read from shared memory once, not with every tile of keys.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    q_in_registers: bool = False
+
+    schedule = "grid"  # one thread block for each query tile
+
+    def __post_init__(self):
+        self._require(self.num_warps in (4, 8), "num_warps", "4 or 8")
+        rows = 16 * self.num_warps
+        self._require(self.tile_m in (rows, 2 * rows), "tile_m", f"{rows} or {2 * rows} for {self.num_warps} warps")
+        self._require(self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n", "a multiple of 16 up to 256")
+        self._require(self.num_stages in (1, 2, 3, 4), "num_stages", "1 to 4")
+
+    def _require(self, ok, field, allowed):
+        if not ok:
+            raise ValueError(f"Sm80FwdTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
+
+    @property
+    def atoms(self) -> int:
+        """Matrix products of 16 rows that make up a warp's queries."""
+        return self.tile_m // (16 * self.num_warps)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def registers(self) -> tuple[int]:
+        """Registers that one thread may use; two blocks of 4 warps, or one of 8, then fit a multiprocessor."""
+        return (255,)
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """Q, in whose place out is staged, and every stage of K and V."""
+        widths = traits.headdim + traits.headdim_v
+        return BYTES[traits.dtype] * (self.tile_m * traits.headdim + self.num_stages * self.tile_n * widths)
+
+    def check(self, arch: ArchSpec, traits: Traits) -> None:
+        """Raise ValueError, with the budget in the text, where this tile does not fit."""
+        check_smem(self, arch, traits)
+        for width in (traits.headdim, traits.headdim_v):
+            if width % 32:
+                raise ValueError(f"{self}: {traits.slug} has a head dimension that is no multiple of 32")
+            # Every thread copies the same 16 bytes of a row in each round, so that its swizzle is a constant.
+            rows = 8 * self.num_threads // copy_unit(width)
+            if self.tile_m % rows or self.tile_n % rows:
+                raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows")
+        if traits.headdim_v > traits.headdim or copy_unit(traits.headdim_v) != copy_unit(traits.headdim):
+            raise ValueError(f"{self}: {traits.slug} cannot stage out in the place of Q")
+
+    @classmethod
+    def candidates(cls, arch: ArchSpec, traits: Traits):
+        """Every tile worth measuring for these traits."""
+        for num_warps, atoms, tile_n, num_stages, resident in product(
+            (4, 8), (1, 2), (32, 64, 96, 128), (1, 2, 3), (False, True)
+        ):
+            tile = cls(16 * num_warps * atoms, tile_n, num_warps, num_stages, resident)
+            # Scores, half of them as probabilities, out and Q of one thread, beside about 40 others.
+            live = atoms * (tile_n // 2 + tile_n // 8 + traits.headdim_v // 2 + resident * traits.headdim // 4)
+            if live + 40 > tile.registers[0]:
+                continue
+            try:
+                tile.check(arch, traits)
+            except ValueError:
+                continue
+            yield tile
+
+
+@dataclass(frozen=True)
+class Sm80BwdTile:
+    """One way to cut the Ampere backward: tile_n keys stay, tiles of tile_m queries stream by in two stages; for dQ,
+    which has a kernel of its own, tile_n queries stay and tiles of tile_m keys stream by. A warp for each 16 rows that
+    stay.
+    """
+
+    tile_m: int
+    tile_n: int = 128
+    wanted: str = "all"  # as in BwdTile
+
+    kv_stages = 1  # one thread block for each tile that stays
+
+    def __post_init__(self):
+        if self.wanted not in ("all", "dq", "dkdv"):
+            raise ValueError(f"Sm80BwdTile: wanted={self.wanted!r}; allowed: 'all', 'dq' or 'dkdv'")
+        for field, allowed in (("tile_m", (16, 32, 64, 128)), ("tile_n", (64, 128))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"Sm80BwdTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
+
+    @property
+    def query_n(self) -> int:
+        return self.tile_m
+
+    @property
+    def num_threads(self) -> int:
+        return 2 * self.tile_n
+
+    @property
+    def registers(self) -> tuple[int]:
+        return (255,)
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """K and V, and Q and dO in two stages; or the other way round."""
+        return BYTES[traits.dtype] * (self.tile_n + 2 * self.tile_m) * (traits.headdim + traits.headdim_v)
+
+    def workspace_floats(self, rows: int, headdim: int) -> int:
+        """For each of `rows` padded query rows: lse and delta."""
+        return 2 * rows
+
+    def check(self, arch: ArchSpec, traits: Traits) -> None:
+        """Raise ValueError, with the budget in the text, where this tile does not fit."""
+        check_smem(self, arch, traits)
+        for width in (traits.headdim, traits.headdim_v):
+            rows = 8 * self.num_threads // copy_unit(width)
+            if width % 32 or self.tile_m % rows or self.tile_n % rows:
+                raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows, 32 columns at a time")
+
+
+def copy_unit(width: int) -> int:
+    """Columns that lie together in shared memory where a tile of `width` columns is copied by 16 bytes."""
+    return 64 if width % 64 == 0 else 32
+
+
+def check_smem(tile: Tile, arch: ArchSpec, traits: Traits) -> None:
+    need = tile.smem_bytes(traits)
+    if need > arch.smem_bytes:
+        raise ValueError(
+            f"{tile}: {traits.slug} needs {need:,} B of shared memory; {arch.name} has {arch.smem_bytes:,}"
+        )
+
+
+Tile = FwdTile | BwdTile | Sm80FwdTile | Sm80BwdTile
 
 
 @dataclass(frozen=True)
@@ -182,7 +357,7 @@ class Row:
     """One line of a tile table. A bound on seqlen_k chooses among compiled variants; it is never part of a key."""
 
     headdim: int | tuple[int, int]
-    tile: FwdTile | BwdTile
+    tile: Tile
     dtypes: frozenset[str] = HALF
     masks: tuple[str, ...] = ("full", "causal", "window")
     min_seqlen: int = 0
@@ -218,7 +393,7 @@ class TileTable(tuple):
     def rows_for(self, traits: Traits) -> tuple[Row, ...]:
         return tuple(row for row in self if row.covers(traits))
 
-    def find(self, traits: Traits, seqlen: int) -> FwdTile | BwdTile:
+    def find(self, traits: Traits, seqlen: int) -> Tile:
         for row in self:
             if seqlen >= row.min_seqlen and row.covers(traits):
                 return row.tile

@@ -1,4 +1,4 @@
-"""`python -m flashattn_hopper`: train, explain, info."""
+"""`python -m flashattn_hopper`: train, explain, info, bundle. matrix/cli.py adds its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.table import Table
 
 import flashattn_hopper
 
+from .. import aot
 from . import report
 from .config import ATTENTIONS, DEFAULTS, DTYPES, PRECISIONS, RunConfig, resolve
 from .environment import describe
@@ -48,7 +49,7 @@ def _size(name: str, text: str):
     return typer.Option(help=f"{text} (default: {_default(name)})", show_default=False)
 
 
-def _refuse(message: object) -> typer.Exit:
+def refuse(message: object) -> typer.Exit:
     complaints.print(f"[bold red]refused:[/] {escape(str(message))}", soft_wrap=True)
     return typer.Exit(REFUSED)
 
@@ -125,12 +126,12 @@ def train(
     try:
         config = resolve(**chosen, **sizes, seed=seed, compile=compile, out=out)
     except ValueError as error:
-        raise _refuse(error) from error
+        raise refuse(error) from error
     display = Display(config)
     try:
         outcome = run_job(config, on_start=display.start, on_step=display.step)
     except (NotImplementedError, ImportError) as error:  # not offered; or the GPU kernels' compiler is missing
-        raise _refuse(error) from error
+        raise refuse(error) from error
     finally:
         display.stop()
     console.print(report.summary(outcome))
@@ -154,7 +155,7 @@ def explain(
     window_left: Annotated[int | None, typer.Option(help="keys before the diagonal; None: all")] = None,
     window_right: Annotated[int | None, typer.Option(help="keys behind the diagonal; None: all")] = None,
     deterministic: bool = False,
-    backend: Annotated[str, typer.Option(help="auto, sm90 or reference")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, sm90, sm80 or reference")] = "auto",
     device: Annotated[Device, typer.Option(help="auto: a CUDA GPU if torch sees one")] = Device.auto,
 ):
     """Say which kernels would run for tensors of this shape on this machine, and why."""
@@ -173,7 +174,7 @@ def explain(
         q, k, v = (torch.empty(batch, *shape, dtype=DTYPES[dtype.value], device=where) for shape in shapes)
         console.print(str(flashattn_hopper.explain(q, k, v, **options)), markup=False, soft_wrap=True)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:  # NotImplementedError is a RuntimeError
-        raise _refuse(error) from error
+        raise refuse(error) from error
 
 
 @app.command()
@@ -183,3 +184,24 @@ def info():
     for name, value in describe().items():
         table.add_row(name, value)
     console.print(table, soft_wrap=True)
+
+
+@app.command()
+def bundle(
+    out: Annotated[Path, typer.Option(help="folder to write; FLASHATTN_HOPPER_AOT then names it")],
+    preset: Annotated[str, typer.Option(help=f"one of {', '.join(aot.PRESETS)}")] = "small",
+    list: Annotated[Path | None, typer.Option(help="in place of a preset: a file of variants, one a line")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="compilers at a time (default: one a core)")] = None,
+):
+    """Compile kernels ahead of time, for machines that are not to compile any. Needs no GPU."""
+    try:
+        variants = aot.select(aot.patterns_of(preset if list is None else str(list)))
+        console.print(f"[bold]bundle[/]  {len(variants)} variants, about 5 s of one core each", soft_wrap=True)
+        done = aot.bundle(out, variants, processes)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise refuse(error) from error
+    console.print(
+        f"{done.compiles} compiled in {done.seconds_compiling:.0f} s of compiler time; export FLASHATTN_HOPPER_AOT="
+        f"{escape(str(out.absolute()))}",
+        soft_wrap=True,
+    )

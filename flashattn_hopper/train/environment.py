@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .. import _cache
+from .. import _bundle, _cache
 from .._version import __version__
 
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "triton", "numpy")
@@ -49,6 +50,14 @@ def kernel_cache() -> str:
     return f"{folder} ({len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB)"
 
 
+def kernel_bundle() -> str:
+    """The bundle that FLASHATTN_HOPPER_AOT names, and what it has."""
+    bundle = _bundle.current()
+    if bundle is None:
+        return "none" if not os.environ.get(_bundle.VARIABLE) else f"unusable: {os.environ[_bundle.VARIABLE]}"
+    return f"{bundle.folder} ({len(bundle.by_key)} kernels)"
+
+
 def describe() -> dict[str, str]:
     """Names and values, in the order they are printed."""
     return {
@@ -61,4 +70,5 @@ def describe() -> dict[str, str]:
         "gpu": gpus(),
         "driver": driver(),
         "kernel cache": kernel_cache(),
+        "kernel bundle": kernel_bundle(),
     }

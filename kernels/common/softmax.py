@@ -13,11 +13,11 @@ mask use it: they subtract the bias known before the tile (`update_optimistic`),
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 LN_2 = math.log(2.0)
 LOG2_E = math.log2(math.e)
@@ -48,6 +48,13 @@ def row_of(size, r):
     return [(c // 2) * 4 + r * 2 + c % 2 for c in range(size // 2)]
 
 
+def rescale(O, alpha):
+    """Multiply the two rows of a fragment by a factor each."""
+    factors = alpha[0], alpha[1]
+    for i in range(cute.size(O)):
+        O[i] = O[i] * factors[(i // 2) % 2]
+
+
 def probability(x):
     """P from a scaled score minus its row's lse, log2 units.
 
@@ -57,15 +64,39 @@ def probability(x):
 
 
 @dataclass(frozen=True)
+class Synchronous:
+    """Matrix products that are done when the next instruction reads their result."""
+
+    def drain(self): ...
+
+
+@dataclass(frozen=True)
 class Softmax:
     bias: cute.Tensor
     row_sum: cute.Tensor
     scale_log2: Float32
     ceiling: float
+    products: Any = Synchronous()  # `drain` waits for those that add to O
 
     def reset(self):
         self.bias.fill(-math.inf)
         self.row_sum.fill(0.0)
+
+    def of_tile(self, n):
+        """Scales that belong to KV tile n: none."""
+        return self
+
+    def of_scores(self, S):
+        """What the products of a tile themselves say: nothing that S does not."""
+        return self
+
+    def tile(self, S, masked, exact, O):
+        """Scores to probabilities in place; returns the factors for O, or None where O needs none."""
+        if masked:
+            return self.update(S, exact)
+        self.update_optimistic(S)
+        self.settle(S, O)
+        return None
 
     @cute.jit
     def update(self, S, exact):
@@ -73,23 +104,20 @@ class Softmax:
 
         `exact` keeps the bias in units of the scores and scales after subtracting, which cancels at any magnitude.
         """
-        size = const_expr(cute.size(S))
+        scores = [S[i] for i in range(cute.size(S))]
         alpha = cute.make_rmem_tensor(2, Float32)
         use = cute.make_rmem_tensor(2, Float32)
         before, after = self.units(exact)
         for r in cutlass.range_constexpr(2):
-            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [S[i] for i in row_of(size, r)]))
+            top = quad(cute.arch.fmax, tree(cute.arch.fmax, [scores[i] for i in row_of(len(scores), r)]))
             old = self.bias[r]
             new = cute.arch.fmax(old, top * before)
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             use[r] = new
             alpha[r] = cute.arch.exp2((old - new) * after)
-        if const_expr(exact):
-            self.shift_first(S, use)
-        else:
-            self.shift(S, use)
-        self.exponentiate(S, alpha)
+        shift = self.shift_first if const_expr(exact) else self.shift
+        self.exponentiate(S, shift(scores, use), alpha)
         return alpha
 
     def units(self, exact):
@@ -98,36 +126,35 @@ class Softmax:
 
     def update_optimistic(self, S):
         """As update, with the biases left alone: no maximum to wait for. Follow with `settle`."""
-        self.shift(S, self.bias)
-        self.exponentiate(S, None)
+        self.exponentiate(S, self.shift([S[i] for i in range(cute.size(S))], self.bias), None)
 
-    def shift_first(self, S, bias):
+    def shift_first(self, scores, bias):
         """`bias` in units of the scores."""
-        for i in range(cute.size(S)):
-            S[i] = (S[i] - bias[(i // 2) % 2]) * self.scale_log2
+        biases = bias[0], bias[1]
+        return [(score - biases[(i // 2) % 2]) * self.scale_log2 for i, score in enumerate(scores)]
 
-    def shift(self, S, bias):
-        for i in range(cute.size(S)):
-            S[i] = S[i] * self.scale_log2 - bias[(i // 2) % 2]
+    def shift(self, scores, bias):
+        biases = bias[0], bias[1]
+        return [score * self.scale_log2 - biases[(i // 2) % 2] for i, score in enumerate(scores)]
 
-    def exponentiate(self, X, alpha):
-        """exp2 in place and row sums, in four chains."""
-        size = cute.size(X)
+    def exponentiate(self, P, exponents, alpha):
+        """exp2 into the fragment P and row sums, in four chains."""
+        size = len(exponents)
         for r in range(2):
-            at = row_of(size, r)
-            for i in at:
-                X[i] = cute.arch.exp2(X[i])
-            sums = [X[i] for i in at[:4]]
+            row = [cute.arch.exp2(exponents[i]) for i in row_of(size, r)]
+            for i, p in zip(row_of(size, r), row):
+                P[i] = p
+            sums = row[:4]
             sums[0] = sums[0] + (self.row_sum[r] if alpha is None else self.row_sum[r] * alpha[r])
             for c in range(4, size // 2):
-                sums[c % 4] = sums[c % 4] + X[at[c]]
+                sums[c % 4] = sums[c % 4] + row[c]
             self.row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
 
     @cute.jit
     def settle(self, X, O):
-        """After an optimistic tile: if a sum got large, move its bias by an exact power of two. Drains WGMMA if so."""
+        """After an optimistic tile: if a sum got large, move its bias by an exact power of two."""
         if cute.arch.vote_any_sync(cute.arch.fmax(self.row_sum[0], self.row_sum[1]) > self.ceiling):
-            warpgroup.wait_group(0)
+            self.products.drain()
             factor = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
                 top = quad(cute.arch.fmax, self.row_sum[r])
@@ -152,8 +179,7 @@ class Softmax:
         return bad
 
     def rescale(self, O, alpha):
-        for i in range(cute.size(O)):
-            O[i] = O[i] * alpha[(i // 2) % 2]
+        rescale(O, alpha)
 
     @cute.jit
     def finish(self, exact):

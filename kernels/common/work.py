@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -52,6 +52,24 @@ def thread_again():
         has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
     )  # fmt: skip
     return Int32(asm)
+
+
+def kept(value, lane):
+    """The same Int32 through a shuffle, which the compiler cannot work out anew: it stays in a register.
+
+    Why: what derives from the thread index is read anew in a loop, behind the queue of matrix instructions.
+    """
+    return cute.arch.shuffle_sync(value, lane)
+
+
+def again(value):
+    """The same Int32 or Int64, so that the compiler does not know it: what is derived from it is computed anew."""
+    kind, bits, letter = (T.i64(), 64, "l") if isinstance(value, Int64) else (T.i32(), 32, "r")
+    asm = llvm.inline_asm(
+        kind, [value.ir_value()], f"mov.b{bits} $0, $1;", f"={letter},{letter}",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return type(value)(asm)
 
 
 @dataclass(frozen=True)

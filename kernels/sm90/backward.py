@@ -17,11 +17,12 @@ from flashattn_hopper.spec.tile import ROW_PAD as PAD
 
 from ..common.convert import ELEMENT
 from ..common.operands import BwdOperands
+from ..common.tensors import at, fake_operand
 from .backward_ends import THREADS, Ends
 from .key_gradient import KeyGradient
 from .key_gradient_wide import WideKeyGradient
 from .query_gradient import QueryGradient
-from .tensors import SLAB, at, fake_operand
+from .tensors import SLAB
 
 
 class Backward:

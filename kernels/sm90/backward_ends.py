@@ -15,7 +15,8 @@ from flashattn_hopper.spec.tile import WARPGROUP
 
 from ..common.convert import ELEMENT, to_half
 from ..common.softmax import LOG2_E
-from .tensors import SLAB, at
+from ..common.tensors import at
+from .tensors import SLAB
 
 THREADS = 256
 

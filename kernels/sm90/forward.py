@@ -11,6 +11,7 @@ Each walks its own 64 rows: a KV tile that only another warpgroup sees is skippe
 docs/kernels/sm90_forward.md has the roofline, the steps and what each was worth.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,14 +27,16 @@ from cutlass.memory import SmemAllocator
 from flashattn_hopper.spec.mask import Seqlens
 from flashattn_hopper.spec.tile import WARPGROUP
 
-from ..common.convert import ELEMENT, to_half
+from ..common.convert import elements_of, to_half
 from ..common.mask import BandMask
-from ..common.operands import FwdOperands
+from ..common.operands import FwdOperands, ScaledOperands
+from ..common.scaled_softmax import ScaledSoftmax
 from ..common.schedule import ROUND, Board
-from ..common.softmax import CEILING, LOG2_E, Softmax
+from ..common.softmax import CEILING, LN_2, LOG2_E, Softmax
+from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
-from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, order_of
-from .mainloop import Loads, Overlapped
+from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
+from .mainloop import Asynchronous, Loads, Overlapped, Serial
 from .pipeline import (
     EPILOGUE_BARRIER,
     NoTurns,
@@ -44,7 +47,10 @@ from .pipeline import (
     first_slot,
     round_barrier,
 )
-from .tensors import SLAB, at, band_of, fake_operand, one_stage, slices, stage_bytes, staged, write_slab
+from .pv_operand import InPlace, Late, Promoted
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
+
+SCALE_KEYS = 128  # keys that share a scale in FP8
 
 
 class Device(NamedTuple):
@@ -69,6 +75,7 @@ class Device(NamedTuple):
     window_left: Any
     window_right: Any
     tickets: Any
+    scales: Any  # the last five operands, of FP8
 
 
 class Rings(NamedTuple):
@@ -97,18 +104,21 @@ class Forward:
     def __init__(self, traits, tile):
         self.traits, self.tile = traits, tile
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
-        self.dtype = ELEMENT[traits.dtype]
+        self.elements = elements_of(traits)
+        self.fp8 = traits.dtype == "fp8"
+        self.pv = InPlace if not self.fp8 else Promoted if tile.serial else Late
         self.dynamic = tile.schedule == "dynamic"
 
     def arguments(self):
         """Fake operands for the compiler. One compile serves every batch, length, head count and 16-byte stride."""
         B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
-        operand = lambda *shape: fake_operand(self.dtype, B, *shape)
+        qk, element_v, _, _ = self.elements
+        v_shape = (Hk, Dv, cute.sym_int(divisibility=128)) if self.fp8 else (Sk, Hk, Dv)
         window = self.traits.mask == "window"
         operands = FwdOperands(
-            q=operand(Sq, Hq, D),
-            k=operand(Sk, Hk, D),
-            v=operand(Sk, Hk, Dv),
+            q=fake_operand(qk, B, Sq, Hq, D),
+            k=fake_operand(qk, B, Sk, Hk, D),
+            v=fake_operand(element_v, B, *v_shape),
             o=Int64(0),
             lse=Int64(0),
             softmax_scale=Float32(1.0),
@@ -117,44 +127,50 @@ class Forward:
             num_ctas=Int32(1) if self.dynamic else None,
             tickets=Int64(0) if self.dynamic else None,
         )
+        if self.fp8:
+            operands = ScaledOperands(*operands, *[Int64(0)] * 5)
         return operands, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     # ---------------------------------------------------------------------------------------------- host half
     @cute.jit
-    def __call__(self, ops: FwdOperands, stream: cuda.CUstream):
-        t, hd, hd_v = self.tile, self.headdim, self.headdim_v
+    def __call__(self, ops: FwdOperands | ScaledOperands, stream: cuda.CUstream):
+        t, hd, hd_v, e = self.tile, self.headdim, self.headdim_v, self.elements
         # (B, S, H, D) -> (S, D, H, B): a view, nothing moves
+        modes = (1, 3, 2, 0), (1, 3, 2, 0), self.pv.modes
         q, k, v = [
-            cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (ops.q, ops.k, ops.v)
+            cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(mode)))
+            for x, mode in zip((ops.q, ops.k, ops.v), modes)
         ]
         seqlen_q, _, heads, batch = q.shape
-        width = cute.assume(v.shape[1], divby=8)
+        width = cute.assume(v.shape[self.pv.width_mode], divby=8)
         row = Int64(heads) * width
         o = cute.make_tensor(
-            at(self.dtype, ops.o, 16),
+            at(e.o, ops.o, 16),
             cute.make_layout((seqlen_q, width, heads, batch), stride=(row, 1, Int64(width), seqlen_q * row)),
         )
         # One warpgroup's MMA: each consumer works on its own slab of Q and O, so 2 or 3 of them need no special case.
-        mma = lambda b_major, n, source: hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (SLAB, n), source
+        mma = lambda element, b_major, sums, n, source: hopper.make_trivial_tiled_mma(
+            element, element, OperandMajorMode.K, b_major, sums, (1, 1, 1), (SLAB, n), source
         )
-        mma_qk = mma(OperandMajorMode.K, t.tile_n, warpgroup.OperandSource.SMEM)
-        mma_pv = mma(OperandMajorMode.MN, hd_v, warpgroup.OperandSource.RMEM)
+        mma_qk = mma(e.qk, OperandMajorMode.K, e.score, t.tile_n, warpgroup.OperandSource.SMEM)
+        mma_pv = mma(e.v, self.pv.b_major, Float32, self.pv.columns(t, hd_v), warpgroup.OperandSource.RMEM)
+        block_v = self.pv.block(t, hd_v)
 
         lay_q, lay_o = (
-            staged(self.dtype, SLAB, hd, t.q_stages * t.num_consumers),
-            staged(self.dtype, SLAB, hd_v, t.num_consumers),
+            staged(e.qk, SLAB, hd, t.q_stages * t.num_consumers),
+            staged(e.o, SLAB, hd_v, t.num_consumers),
         )
-        lay_k, lay_v = staged(self.dtype, t.tile_n, hd, t.num_stages), staged(self.dtype, t.tile_n, hd_v, t.num_stages)
+        lay_k, lay_v = staged(e.qk, t.tile_n, hd, t.num_stages), staged(e.v, *block_v, t.num_stages)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         # A headdim below the compiled one needs no copy: TMA reads zeros beyond it and does not write there.
         tma_q, mQ = cpasync.make_tiled_tma_atom(load, q, one_stage(lay_q), (SLAB, hd))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, k, one_stage(lay_k), (t.tile_n, hd))
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, v, one_stage(lay_v), (t.tile_n, hd_v))
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, v, one_stage(lay_v), block_v)
         tma_o, mO = cpasync.make_tiled_tma_atom(store, o, one_stage(lay_o), (SLAB, hd_v))
         dev = Device(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, ops.lse, mma_qk, mma_pv, lay_q, lay_k, lay_v, lay_o,
             ops.softmax_scale * LOG2_E, ops.window_left, ops.window_right, ops.tickets,
+            ops[-5:] if self.fp8 else None,
         )  # fmt: skip
         tiles = cute.ceil_div(q.shape[0], t.tile_m) * q.shape[2] * q.shape[3]
         grid = cutlass.min(tiles, ops.num_ctas) if const_expr(self.dynamic) else tiles
@@ -172,10 +188,36 @@ class Forward:
         return Extent(m_blocks, dev.mQ.shape[2], dev.mQ.shape[3], dev.mK.shape[0])
 
     def order(self, dev):
-        return order_of(self.traits.mask, self.extent(dev), 2 * (self.headdim + self.headdim_v))
+        bytes_per_key = self.elements.v.width // 8 * (self.headdim + self.headdim_v)
+        return order_of(self.traits.mask, self.extent(dev), bytes_per_key)
 
     def segments(self, dev, m_block, tile):
         return self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith)
+
+    def softmax(self, dev):
+        pair = lambda: cute.make_rmem_tensor(2, Float32)
+        if self.fp8:
+            votes = not (self.tile.serial or self.traits.int8_qk)
+            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes)
+        return Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous())
+
+    def scaled(self, dev, softmax, work, row):
+        """The softmax of a query tile: with FP8, the scales of this thread's rows and of its head of K and V."""
+        if not self.fp8:
+            return softmax
+        seqlen_q, _, heads, _ = dev.mQ.shape
+        heads_kv = dev.mK.shape[2]
+        floats = lambda address, n: cute.make_tensor(at(Float32, address, 4), cute.make_layout(n))
+        rows = floats(dev.scales[0] + (Int64(work.batch) * heads + work.head) * seqlen_q * 4, seqlen_q)
+        for r in range(2):
+            softmax.scale_log2[r] = rows[cutlass.min(row + 8 * r, seqlen_q - 1)] * dev.scale_log2
+        head = Int64(work.batch) * heads_kv + HeadMap(heads // heads_kv).kv(work.head)
+        tiles = cute.ceil_div(dev.mK.shape[0], SCALE_KEYS)
+        return replace(
+            softmax,
+            k_scales=floats(again(dev.scales[1] + head * tiles * 4), tiles),
+            v_scale=floats(dev.scales[2] + head * 4, 1),
+        )
 
     def next_q(self, slot):
         return slot.next() if self.tile.q_stages == 2 else slot.again()
@@ -189,7 +231,8 @@ class Forward:
             for atom in (dev.tma_q, dev.tma_k, dev.tma_v, dev.tma_o):
                 cpasync.prefetch_descriptor(atom)
         q_slabs = t.q_stages * t.num_consumers
-        buffer = lambda size: cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+        buffer = lambda dtype, size: cute.struct.Align[cute.struct.MemRange[dtype, size], 1024]
+        e = self.elements
 
         @cute.struct
         class Smem:
@@ -199,10 +242,10 @@ class Forward:
             bar_o: cute.struct.MemRange[Int64, t.num_stages]
             bar_t: cute.struct.MemRange[Int64, 4]
             board: cute.struct.MemRange[Int32, 8 + ROUND]
-            sQ: buffer(cute.cosize(dev.lay_q))
-            sK: buffer(cute.cosize(dev.lay_k))
-            sV: buffer(cute.cosize(dev.lay_v))
-            sO: buffer(cute.cosize(dev.lay_o) if t.output == "own" else 0)
+            sQ: buffer(e.qk, cute.cosize(dev.lay_q))
+            sK: buffer(e.qk, cute.cosize(dev.lay_k))
+            sV: buffer(e.v, cute.cosize(dev.lay_v))
+            sO: buffer(e.o, cute.cosize(dev.lay_o) if t.output == "own" else 0)
 
         # Too much shared memory is not a compile error (the launch fails), so check while tracing.
         assert Smem.size_in_bytes() <= SmemAllocator.capacity_in_bytes("sm_90"), Smem.size_in_bytes()
@@ -214,11 +257,11 @@ class Forward:
             tensor(st.sV, dev.lay_v),
             tensor(st.sO if const_expr(t.output == "own") else st.sQ, dev.lay_o),
         )
-        ring = lambda m, stages, layout: Ring(m.data_ptr(), m.data_ptr() + stages, stage_bytes(self.dtype, layout))
+        ring = lambda m, stages, dtype, layout: Ring(m.data_ptr(), m.data_ptr() + stages, stage_bytes(dtype, layout))
         rings = Rings(
-            ring(st.bar_q, q_slabs, dev.lay_q),
-            ring(st.bar_k, t.num_stages, dev.lay_k),
-            ring(st.bar_v, t.num_stages, dev.lay_v),
+            ring(st.bar_q, q_slabs, e.qk, dev.lay_q),
+            ring(st.bar_k, t.num_stages, e.qk, dev.lay_k),
+            ring(st.bar_v, t.num_stages, e.v, dev.lay_v),
         )
         stores = st.bar_o.data_ptr() if const_expr(t.output == "v") else None
         board = None
@@ -293,7 +336,7 @@ class Forward:
             *rings,
             slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
             slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch),
-            slices(dev.tma_v, smem.V, dev.mV, (t.tile_n, self.headdim_v), kv_head, work.batch),
+            self.pv.slices(dev.tma_v, smem.V, dev.mV, self.pv.block(t, self.headdim_v), kv_head, work.batch),
             stores,
             t.num_consumers,
             slot_q,
@@ -311,21 +354,17 @@ class Forward:
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         place = Place(wg, cute.arch.make_warp_uniform((tidx % WARPGROUP) // 32), tidx % 32)
-        thr_qk, thr_pv = dev.mma_qk.get_slice(0), dev.mma_pv.get_slice(0)
-        sVt = cute.make_tensor(smem.V.iterator, cute.select(smem.V.layout, mode=[1, 0, 2]))
-        pair = lambda: cute.make_rmem_tensor(2, Float32)
-        hooks = Overlapped(
+        thr_qk = dev.mma_qk.get_slice(0)
+        hooks = (Serial if t.serial else Overlapped)(
             dev.mma_qk,
-            dev.mma_pv,
             *rings,
             turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),
-            softmax=Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype]),
+            softmax=self.softmax(dev),
+            pv=self.pv.of(dev.mma_pv, rings.v, smem.V, t, self.headdim_v),
             rQ=dev.mma_qk.make_fragment_A(thr_qk.partition_A(smem.Q)),
             rK=dev.mma_qk.make_fragment_B(thr_qk.partition_B(smem.K)),
-            rV=dev.mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
-            P=dev.mma_pv.make_fragment_A(thr_pv.partition_shape_A((SLAB, t.tile_n))),
-            O=cute.make_rmem_tensor(thr_pv.partition_shape_C((SLAB, self.headdim_v)), Float32),
             shape_s=thr_qk.partition_shape_C((SLAB, t.tile_n)),
+            score=self.elements.score,
             frees_q=t.output != "q",
             place=place,
         )
@@ -376,7 +415,8 @@ class Forward:
         own = self.segments(dev, m_slab, Slabs(SLAB, t.tile_n))
         partial = (own.end > own.full_end) | (own.full_begin >= own.end)
         mask_first = Int32(1) if const_expr(exact) else Int32(cutlass.select_(partial, Int32(1), Int32(0)))
-        mine = replace(hooks, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin)
+        softmax = self.scaled(dev, hooks.softmax, work, row)
+        mine = replace(hooks, softmax=softmax, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin)
         if const_expr(t.output == "v"):
             mine = replace(mine, unread=stores + cutlass.max(unread - 1, 0))
         if const_expr(self.traits.mask == "full"):
@@ -410,7 +450,7 @@ class Forward:
         """
         t = self.tile
         inverse, lse = hooks.softmax.finish(hooks.exact)
-        hooks.softmax.rescale(hooks.O, inverse)
+        hooks.softmax.rescale(hooks.pv.O, inverse)
         if dev.lse != 0:
             seqlen_q, _, heads, _ = dev.mQ.shape
             head_row = Int64(work.batch) * heads + work.head
@@ -419,8 +459,10 @@ class Forward:
                 for r in cutlass.range_constexpr(2):
                     if row + 8 * r < seqlen_q:
                         mLSE[row + 8 * r] = lse[r]
-        out = cute.make_rmem_tensor_like(hooks.O, self.dtype)
-        to_half(hooks.O, out)
+        if const_expr(self.fp8):
+            self.restore(dev, lse, work, row, place)
+        out = cute.make_rmem_tensor_like(hooks.pv.O, self.elements.o)
+        to_half(hooks.pv.O, out)
         together = lambda: cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
         unread = Int32(0)
         if const_expr(t.output == "own"):
@@ -452,3 +494,20 @@ class Forward:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 hooks.ring_q.release(hooks.slab)
         return unread
+
+    @cute.jit
+    def restore(self, dev, lse, work, row, place):
+        """FP8: lse with what the mean of K took from the scores. Rows without keys keep -inf."""
+        _, _, _, offsets, restored = dev.scales
+        if restored != 0 and place.lane % 4 == 0:
+            seqlen_q, _, heads, _ = dev.mQ.shape
+            first = (Int64(work.batch) * heads + work.head) * seqlen_q * 4
+            floats = lambda address: cute.make_tensor(at(Float32, address + first, 4), cute.make_layout(seqlen_q))
+            source, target = floats(offsets), floats(restored)
+            for r in cutlass.range_constexpr(2):
+                if row + 8 * r < seqlen_q:
+                    value = lse[r]
+                    if offsets != 0:
+                        if value != -math.inf:
+                            value = value + source[row + 8 * r] * (dev.scale_log2 * LN_2)
+                    target[row + 8 * r] = value

@@ -28,10 +28,11 @@ from ..common.convert import ELEMENT, to_half
 from ..common.mask import ColumnMask
 from ..common.schedule import Board
 from ..common.softmax import LOG2_E
-from ..common.work import DeviceArith, Extent, InOrder, Place, longest_first, thread_again
-from .key_products import Products
+from ..common.tensors import at, band_of
+from ..common.work import DeviceArith, Extent, InOrder, Place, again, kept, longest_first, thread_again
+from .key_products import AHEAD, Products
 from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
-from .tensors import SLAB, at, band_of, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 
 class Work(NamedTuple):
@@ -132,8 +133,10 @@ class KeyGradient:
         )
         half, half_v = self.key_width, self.value_width
         lay_q, lay_do = staged(self.dtype, t.tile_m, hd, 2, half), staged(self.dtype, t.tile_m, hd_v, 2, half_v)
+        # Why: a warpgroup's columns of dQ must be whole swizzle atoms of K, and 48 columns are so only of 32 bytes.
+        unit_k = half if const_expr(self.split) else t.dq_columns(hd)
         lay_k, lay_v = [
-            staged(self.dtype, t.tile_n, width, t.kv_stages, unit) for width, unit in ((hd, half), (hd_v, half_v))
+            staged(self.dtype, t.tile_n, width, t.kv_stages, unit) for width, unit in ((hd, unit_k), (hd_v, half_v))
         ]
         lay_ds = staged(self.dtype, t.tile_n, t.tile_m, 2, t.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -144,7 +147,7 @@ class KeyGradient:
             *atom(load, do, one_stage(lay_do), (t.tile_m, hd_v)),
             *atom(load, k, one_stage(lay_k), (t.tile_n, hd)),
             *atom(load, v, one_stage(lay_v), (t.tile_n, hd_v)),
-            *atom(store, dk, one_stage(staged(self.dtype, SLAB, half, 1, half)), (SLAB, half)),
+            *atom(store, dk, one_stage(staged(self.dtype, SLAB, half, 1, unit_k)), (SLAB, half)),
             *atom(store, dv, one_stage(staged(self.dtype, SLAB, half_v, 1, half_v)), (SLAB, half_v)),
             mma(K, K, t.tile_m, S),
             mma(K, K, t.tile_m, S),
@@ -321,7 +324,7 @@ class KeyGradient:
     @cute.jit
     def consume(self, dev, rings, smem, board):
         """Consumer warpgroups: 64 keys each."""
-        t, dq_n = self.tile, self.tile.dq_columns(self.headdim)
+        t, dq_n, ahead = self.tile, self.tile.dq_columns(self.headdim), AHEAD[self.tile.tile_m]
         place = consumer(cute.arch.thread_idx()[0])
         wg = place.wg
         flip = lambda s: cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
@@ -346,7 +349,10 @@ class KeyGradient:
             rdS, rKt, put,
             fragment(dev.mma_s, t.tile_m), operand(dev.mma_dv), operand(dev.mma_dk),
             fragment(dev.mma_dk, self.headdim), fragment(dev.mma_dv, self.headdim_v),
-            smem.stats, dev.scale_log2, 2 * (place.lane % 4), not t.dq_by_rows, dq_n, self.num_consumers,
+            cute.make_rmem_tensor(ahead.lse, Float32),
+            None if const_expr(self.split) else cute.make_rmem_tensor(4 * ahead.late, Float32),
+            smem.stats, dev.scale_log2, 2 * kept(place.lane % 4, place.lane),
+            not t.dq_by_rows, dq_n, self.num_consumers, ahead,
         )  # fmt: skip
         slot, kv, order = first_slot(), first_slot(), self.order(dev)
         if const_expr(self.dynamic):
@@ -386,22 +392,39 @@ class KeyGradient:
         seg = self.segments(dev, work)
         hooks.dK.fill(0.0)
         hooks.dV.fill(0.0)
+        if const_expr(not self.split):
+            hooks.late.fill(0.0)
         # Where this thread's sums of dQ go, for the first query tile of a head.
         mine = (place.wg * (SLAB * t.dq_columns(self.headdim) // 4) + place.warp * 32 + place.lane) * 16
         dq_head = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
         hooks.rings.kv.wait(kv)
-        for _ in cutlass.range(group, unroll=1):
+        # Why kept: worked out anew in the loop, they would take registers that the sums have not left yet.
+        full_begin, full_end = [kept(limit, place.lane) for limit in (seg.full_begin, seg.full_end)]
+        step = t.tile_m * self.headdim * 4
+        if seg.begin < seg.end:
+            hooks.rings.q.wait(slot)
+        hooks.read_ahead(slot)
+        for g in cutlass.range(group, unroll=1):
+            target = dq_head + (Int64(seg.begin) - 1) * step
             for m in cutlass.range(seg.begin, seg.end, unroll=1):
-                hooks.rings.q.wait(slot)
+                # Why now: later it would take registers that the sums have not left yet.
+                partial = again(Int32((m < full_begin) | (m >= full_end)))
                 hooks.scores(slot, kv)
-                dP = hooks.score_gradients(slot, kv)
-                hooks.exponents(slot)
-                if (m < seg.full_begin) | (m >= seg.full_end):
+                dP = hooks.score_gradients(slot, kv, target, m > seg.begin)
+                if partial != 0:
                     # Its place is worked out anew, so as not to occupy registers elsewhere.
                     self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
                 hooks.gradients(dP, slot)
-                hooks.products(slot, kv, dq_head + Int64(m) * (t.tile_m * self.headdim * 4))
-                slot = slot.next()
+                following = slot.next()
+                if (m + 1 < seg.end) | (g + 1 < group):
+                    hooks.rings.q.wait(following)
+                hooks.read_ahead(following)  # after the last tile whatever is there, for nobody
+                hooks.meet()
+                # Only now: the sums of the tile before this one have read the register.
+                target = again(target + step)
+                hooks.products(slot, kv, target)
+                slot = following
+            hooks.add_late(target, seg.end > seg.begin)
             dq_head = dq_head + padded * (4 * self.headdim)
         return slot
 

@@ -1,7 +1,7 @@
 """The matrix products of a consumer that owns 64 keys: S, dP, dV, dK, and its half of dQ."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -17,22 +17,39 @@ from .pipeline import MEET_BARRIER
 from .tensors import SLAB
 
 
-def reduce4(address, values):
-    """Add four neighbouring floats to global memory in one instruction, without waiting for it."""
+def reduce4(address, values, wanted):
+    """Where `wanted`: add four neighbouring floats to global memory in one instruction, without waiting for it."""
     llvm.inline_asm(
         None,
-        [Int64(address).ir_value(), *[Float32(v).ir_value() for v in values]],
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
+        [Int64(address).ir_value(), *[Float32(v).ir_value() for v in values], Int32(wanted).ir_value()],
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4}; }",
+        "l,f,f,f,f,r",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
 
 
+class Ahead(NamedTuple):
+    """What is moved away from its natural place so that nothing waits for the sums of dQ to leave, see Products."""
+
+    lse: int  # values that a thread reads a tile ahead
+    delta: int  # values that it reads before it waits for dP
+    late: int  # vectors of four sums of dQ that it adds under the next tile's scores
+
+
+# By tile_m. More does not fit the registers.
+AHEAD = {64: Ahead(16, 8, 2), 128: Ahead(16, 0, 1)}
+
+
 @dataclass(frozen=True)
 class Products:
-    """A consumer of 64 keys. S of a query tile is issued before dQ and dK of the one before it are."""
+    """A consumer of 64 keys.
+
+    Sums of dQ leave the registers slowly. Loads of lse and delta queue behind them, and what is written to their
+    registers waits for them, the next products too. So a part of them is put off until S and dP of the next tile are
+    under way and its lse is read.
+    """
 
     mma_s: cute.TiledMma
     mma_dp: cute.TiledMma
@@ -54,32 +71,55 @@ class Products:
     dS: cute.Tensor
     dK: cute.Tensor
     dV: cute.Tensor
+    lse: cute.Tensor  # of the next tile's first columns
+    late: Any  # the sums of dQ that are put off
     stats: cute.Tensor
     scale_log2: Float32
     col: Int32  # this thread's first query in a tile
     early: bool  # dV is issued before dP is waited for: P in 16 bits beside P and dP in 32 must fit
     dq_n: int
     num_consumers: int
+    ahead: Ahead
 
-    def query(self, which, i, slot):
-        """lse (0) or delta (1) of the query that element i of a score fragment belongs to."""
-        return self.stats[self.col + (i // 4) * 8 + i % 2, which, slot.index]
+    def stat(self, which, column, slot):
+        """lse (0) or delta (1) of one of this thread's columns."""
+        return self.stats[self.col + column // 2 * 8 + column % 2, which, slot.index]
+
+    def columns(self, which, slot, read):
+        """lse or delta for each element of a score fragment, where the first columns are `read` already."""
+        columns = [i // 4 * 2 + i % 2 for i in range(cute.size(self.S))]
+        return lambda i: read[columns[i]] if columns[i] < len(read) else self.stat(which, columns[i], slot)
+
+    def read_ahead(self, slot):
+        """Read as much of a tile's lse as fits the registers."""
+        for j in range(cute.size(self.lse)):
+            self.lse[j] = self.stat(0, j, slot)
 
     def scores(self, slot, kv):
         """Issue S."""
         gemm(self.mma_s, self.S, self.rK[None, None, None, kv.index], self.rQ[None, None, None, slot.index], True)
 
-    def score_gradients(self, slot, kv):
-        """Issue dP; S and everything before it is done afterwards."""
+    def add_late(self, target, wanted):
+        """Where `wanted`: add the sums that `products` has put off, with the same `target`."""
+        if self.put is not None:
+            self.add(target, self.late, self.dq_n // 8 - self.ahead.late, wanted)
+
+    def add(self, target, sums, first, wanted):
+        """Sums of dQ, from vector `first` of this thread on."""
+        for j in range(cute.size(sums) // 4):
+            reduce4(target + (first + j) * (WARPGROUP * 16), [sums[4 * j + i] for i in range(4)], wanted)
+
+    def score_gradients(self, slot, kv, target, wanted):
+        """Issue dP, and add the sums that the tile before has put off where they are wanted. S is done afterwards."""
+        lse = self.columns(0, slot, [self.lse[j] for j in range(cute.size(self.lse))])
         self.rings.do.wait(slot)
         dP = cute.make_rmem_tensor_like(self.S)
         gemm(self.mma_dp, dP, self.rV[None, None, None, kv.index], self.rdO[None, None, None, slot.index], True)
+        self.add_late(target, wanted)
         warpgroup.wait_group(1)
-        return dP
-
-    def exponents(self, slot):
         for i in range(cute.size(self.S)):
-            self.S[i] = self.S[i] * self.scale_log2 - self.query(0, i, slot)
+            self.S[i] = self.S[i] * self.scale_log2 - lse(i)
+        return dP
 
     def values(self, slot):
         """Issue dV."""
@@ -92,9 +132,10 @@ class Products:
             self.S[i] = probability(self.S[i])
         if self.early:
             self.values(slot)
+        delta = self.columns(1, slot, [self.stat(1, j, slot) for j in range(self.ahead.delta)])
         warpgroup.wait_group(1 if self.early else 0)
         for i in range(cute.size(dP)):
-            dP[i] = self.S[i] * (dP[i] - self.query(1, i, slot))
+            dP[i] = self.S[i] * (dP[i] - delta(i))
         to_half(dP, self.dS)
         if not self.early:
             self.values(slot)
@@ -104,10 +145,14 @@ class Products:
             cute.copy(store, thr.retile(packed), thr.partition_D(slab[None, None, slot.index]))
             cute.arch.fence_proxy("async.shared", space="cta")
 
+    def meet(self):
+        """All of dS is in shared memory afterwards."""
+        if self.put is not None:
+            cute.arch.barrier(barrier_id=MEET_BARRIER, number_of_threads=WARPGROUP * self.num_consumers)
+
     def products(self, slot, kv, target):
         """dQ, added to memory from `target` on, and dK, which is still on its way afterwards. dO is given back."""
         if self.put is not None:
-            cute.arch.barrier(barrier_id=MEET_BARRIER, number_of_threads=WARPGROUP * self.num_consumers)
             if not self.early:
                 warpgroup.wait_group(1)  # dV: its P would be in the way of dQ
             dQ = cute.make_rmem_tensor(self.mma_dq.get_slice(0).partition_shape_C((SLAB, self.dq_n)), Float32)
@@ -116,8 +161,10 @@ class Products:
         warpgroup.wait_group(1)
         self.rings.do.release(slot)
         if self.put is not None:
-            for j in range(cute.size(dQ) // 4):
-                reduce4(target + j * (WARPGROUP * 16), [dQ[4 * j + i] for i in range(4)])
+            now = cute.size(dQ) - cute.size(self.late)
+            for i in range(cute.size(self.late)):
+                self.late[i] = dQ[now + i]
+            self.add(target, cute.make_tensor(dQ.iterator, cute.make_layout(now)), 0, True)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read lse and delta
         self.rings.q.release(slot)

@@ -11,22 +11,29 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..common.convert import to_half
 from ..common.mask import BandMask
 from ..common.softmax import Softmax
 from ..common.work import Place
 from .pipeline import Ring, Slot, arrive_after_stores
+from .pv_operand import InPlace, Promoted, gemm
 
 
-def gemm(tiled_mma, acc, a, b, zero):
-    """Issue and commit one group of matrix products; the caller waits."""
-    warpgroup.fence()
-    atom = cute.make_mma_atom(tiled_mma.op)  # a fresh atom: its accumulate flag must not outlive this scope
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
-    for k in range(cute.size(a, mode=[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
+def as_floats(S):
+    """Scores as the softmax takes them: an int8 product is exact in int32, and in float32 up to 2^24."""
+    if S.element_type is Float32:
+        return S
+    floats = cute.make_rmem_tensor(S.shape, Float32)
+    for i in range(cute.size(S)):
+        floats[i] = S[i].to(Float32)
+    return floats
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """Products of warpgroups: O may be touched once every group has finished."""
+
+    def drain(self):
+        warpgroup.wait_group(0)
 
 
 @dataclass(frozen=True)
@@ -81,18 +88,16 @@ class Overlapped:
     """Consumer warpgroup: QK of a tile is issued before PV of the previous one."""
 
     mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
     ring_q: Ring
     ring_k: Ring
     ring_v: Ring
     turns: Any
     softmax: Softmax
+    pv: InPlace | Promoted
     rQ: cute.Tensor
     rK: cute.Tensor
-    rV: cute.Tensor
-    P: cute.Tensor
-    O: cute.Tensor
     shape_s: tuple
+    score: Any  # type of the accumulator of S
     frees_q: bool  # with its last QK; otherwise the epilogue, which stages O there, gives Q's slab back
     place: Place
     # for each query tile
@@ -105,15 +110,14 @@ class Overlapped:
     pending: Int32 | None = None  # whether there is one
 
     def scores(self, slot):
-        S = cute.make_rmem_tensor(self.shape_s, Float32)
+        S = cute.make_rmem_tensor(self.shape_s, self.score)
         gemm(self.mma_qk, S, self.rQ[None, None, None, self.slab.index], self.rK[None, None, None, slot.index], True)
         return S
 
-    def values(self, slot):
-        gemm(self.mma_pv, self.O, self.P, self.rV[None, None, None, slot.index], False)
-
     @cute.jit
     def begin(self, n, slot):
+        self.softmax.reset()
+        softmax = self.softmax.of_tile(n)
         self.ring_q.wait(self.slab)
         self.ring_k.wait(slot)
         S = self.scores(slot)
@@ -122,12 +126,11 @@ class Overlapped:
         warpgroup.wait_group(0)
         self.ring_k.release(slot)
         self.free_q(n)
+        S = as_floats(S)
         if self.mask_first != 0:
             self.mask.apply(S, n)
-        self.softmax.reset()
-        self.softmax.update(S, self.exact)
-        to_half(S, self.P)
-        self.O.fill(0.0)
+        softmax.update(S, self.exact)
+        self.pv.start(S)
         return slot
 
     def step(self, n, slot, masked):
@@ -135,23 +138,21 @@ class Overlapped:
         self.ring_k.wait(following)
         self.turns.wait()
         S = self.scores(following)
+        softmax = self.softmax.of_tile(n)
         self.ring_v.wait(slot)
-        self.values(slot)
+        self.pv.issue(slot)
         self.turns.pass_on()
         warpgroup.wait_group(1)
         self.ring_k.release(following)
         self.free_q(n)
+        softmax, S = softmax.of_scores(S), as_floats(S)
         if masked:
             self.mask.apply(S, n)
-            alpha = self.softmax.update(S, self.exact)
-        else:
-            self.softmax.update_optimistic(S)
-            self.softmax.settle(S, self.O)
+        alpha = softmax.tile(S, masked, self.exact, self.pv.O)
+        self.pv.hold(slot)
         warpgroup.wait_group(0)
-        self.ring_v.release(slot)
-        to_half(S, self.P)
-        if masked:
-            self.softmax.rescale(self.O, alpha)
+        self.pv.collect(slot)
+        self.pv.take(S, alpha)
         return following
 
     def free_q(self, n):
@@ -166,9 +167,9 @@ class Overlapped:
 
     def drain(self, n, slot):
         self.ring_v.wait(slot)
-        self.values(slot)
+        self.pv.issue(slot)
         warpgroup.wait_group(0)
-        self.ring_v.release(slot)
+        self.pv.end(slot)
         return slot.next()
 
     def skip(self, slot):
@@ -180,3 +181,30 @@ class Overlapped:
         self.ring_v.wait(slot)
         self.ring_v.release(slot)
         return slot.next()
+
+
+@dataclass(frozen=True)
+class Serial(Overlapped):
+    """The same with PV of the previous tile done before QK of this one is issued: their accumulators share registers.
+
+    For 8-bit operands at large head dimensions, where a tile's own accumulator does not fit beside S.
+    """
+
+    def step(self, n, slot, masked):
+        following, softmax = slot.next(), self.softmax.of_tile(n)
+        self.ring_v.wait(slot)
+        self.turns.wait()
+        self.pv.issue(slot)
+        warpgroup.wait_group(0)
+        self.pv.collect(slot)
+        self.ring_k.wait(following)
+        S = self.scores(following)
+        self.turns.pass_on()
+        warpgroup.wait_group(0)
+        self.ring_k.release(following)
+        self.free_q(n)
+        softmax, S = softmax.of_scores(S), as_floats(S)
+        if masked:
+            self.mask.apply(S, n)
+        self.pv.take(S, softmax.tile(S, masked, self.exact, self.pv.O))
+        return following

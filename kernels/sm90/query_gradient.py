@@ -23,12 +23,13 @@ from flashattn_hopper.spec.tile import WARPGROUP
 from ..common.convert import ELEMENT, to_half
 from ..common.mask import BandMask
 from ..common.softmax import LOG2_E, probability
+from ..common.tensors import at, band_of
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, order_of
 from .forward import Slabs
 from .mainloop import gemm
 from .pipeline import EPILOGUE_BARRIER, PingPong, Ring, Slot, first_slot
-from .tensors import SLAB, at, band_of, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
 
 CONSUMERS = 2
 TILE_M = SLAB * CONSUMERS

@@ -2,7 +2,7 @@
 
 from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import BWD, FWD, HALF
+from flashattn_hopper.spec.problem import BWD, FP8, FWD, HALF, QUANTIZE
 from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, TileTable
 
 # Q twice and O in memory of its own: the next query tile is loaded, and the last one stored, under the current one.
@@ -36,6 +36,37 @@ FORWARD = KernelSpec(
     entry="flashattn_hopper.kernels.sm90.forward:Forward",
 )
 
+# A tile's own accumulator of PV must fit beside O. Up to headdim 128 it also fits beside S, so that PV runs under the
+# softmax of the next tile, but not beside a window's second edge; there, beyond, and for three warpgroups the products
+# take turns. Not measured yet.
+ONE_BY_ONE = {"serial": True, "ping_pong": False}
+
+FP8_TILES = TileTable(
+    Row(64, FwdTile(192, 128, **ROOMY, **ONE_BY_ONE), FP8, masks=("full", "window")),
+    Row(64, FwdTile(192, 128, **ROOMY, **ONE_BY_ONE), FP8, masks=("causal",), min_seqlen=1025),
+    Row(64, FwdTile(128, 128, **ROOMY), FP8, masks=("causal",)),
+    Row(96, FwdTile(128, 128, **ROOMY), FP8),
+    Row(128, FwdTile(128, 128, **ROOMY), FP8, masks=("full", "causal")),
+    Row(128, FwdTile(128, 128, **ROOMY, **ONE_BY_ONE), FP8, masks=("window",)),
+    Row((192, 128), FwdTile(128, 128, **ROOMY), FP8, masks=("full", "causal")),
+    Row((192, 128), FwdTile(128, 128, **ROOMY, **ONE_BY_ONE), FP8, masks=("window",)),
+    Row(192, FwdTile(128, 128, **ROOMY, **ONE_BY_ONE, value_columns=96), FP8),
+    Row(256, FwdTile(128, 128, schedule="dynamic", output="own", **ONE_BY_ONE, value_columns=128), FP8),
+)
+
+FORWARD_FP8 = KernelSpec(
+    name="sm90.forward_fp8",
+    phase=FWD,
+    arch=SM90,
+    dtypes=FP8,
+    features=frozenset({"gqa", "deterministic", "int8_qk", "fp16_out"}),
+    invariant_to=frozenset({"gqa", "deterministic"}),
+    multiple=16,
+    tiles=FP8_TILES,
+    entry="flashattn_hopper.kernels.sm90.forward:Forward",
+    on_request="its tests have not all run on a GPU yet, and it is slower than the 16-bit kernel",
+)
+
 # dQ summed in memory costs the fewest products; a kernel of its own repeats bit by bit. Beyond headdim 128 dK and dV of
 # 64 keys fill the registers of two warpgroups, and the sums of dQ would be the bottleneck.
 BACKWARD_TILES = TileTable(
@@ -60,4 +91,16 @@ BACKWARD = KernelSpec(
     tiles=BACKWARD_TILES,
     evidence="nvidia-h200/backward",
     entry="flashattn_hopper.kernels.sm90.backward:Backward",
+)
+
+# What makes the operands of an FP8 forward. Not a row of the catalog: the planner does not choose it, the forward does.
+QUANTIZER = KernelSpec(
+    name="sm90.quantize",
+    phase=QUANTIZE,
+    arch=SM90,
+    dtypes=HALF,
+    features=frozenset(),
+    multiple=16,
+    entry="flashattn_hopper.kernels.sm90.quantize:Quantize",
+    on_request="its tests have not all run on a GPU yet, and it is slower than the 16-bit kernel",
 )

@@ -1,32 +1,12 @@
-"""Tensors as the Hopper kernels hold them: operands, swizzled shared memory, TMA slices, slabs of one warpgroup."""
+"""Tensors as the Hopper kernels hold them: swizzled shared memory, TMA slices, slabs of one warpgroup."""
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
-from cutlass.cute.typing import AddressSpace
 from cutlass.tensor_utils import LayoutEnum
 
-from flashattn_hopper.spec.mask import Band
-
 SLAB = 64  # rows of one warpgroup: the M of its matrix instruction
-
-
-def band_of(mask, left, right):
-    """The band of a compile-time mask kind; `left` and `right` are the run-time edges of a window."""
-    return {"full": Band(), "causal": Band(None, 0)}.get(mask) or Band(left, right)
-
-
-def fake_operand(dtype, batch, seqlen, heads, headdim):
-    """(B, S, H, D) for the compiler: any extents, a contiguous last dimension, other strides multiples of 16 bytes."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-    return make_fake_tensor(dtype, (batch, seqlen, heads, headdim), strides, assumed_align=16)
-
-
-def at(dtype, address, align):
-    """A pointer into global memory from an address among the operands."""
-    return cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
 
 
 def staged(dtype, rows, width, stages, unit=None):
@@ -43,12 +23,12 @@ def stage_bytes(dtype, layout):
     return cute.size_in_bytes(dtype, one_stage(layout))
 
 
-def slices(atom, shared, tensor, tile, head, batch, column=0):
+def slices(atom, shared, tensor, tile, head, batch, column=0, row=None):
     """(atom, source, destination) of one head's tiles; blocks are the source's last mode, stages the destination's.
 
-    `tile` is (rows, columns), `column` which columns.
+    `tile` is (rows, columns), `column` which columns and `row` which rows; None: all blocks of them.
     """
-    g = cute.local_tile(tensor[None, None, head, batch], tile, (None, column))
+    g = cute.local_tile(tensor[None, None, head, batch], tile, (row, column))
     dst, src = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
     )

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from flashattn_hopper.catalog import CATALOG
+from flashattn_hopper.kernels.sm90.specs import FORWARD_FP8
 from flashattn_hopper.spec.arch import SM80, SM90
 from flashattn_hopper.spec.problem import BWD, FWD, Traits
 from flashattn_hopper.spec.tile import ROW_PAD, BwdTile, FwdTile, Row, TileTable
@@ -82,8 +83,21 @@ def test_candidates_fit_and_include_the_table(dims):
     assert len(candidates) == len(set(candidates)) > 0
     for tile in candidates:
         tile.check(SM90, traits)
-    for spec in (spec for spec in TILED if spec.phase == FWD):
+    for spec in (spec for spec in TILED if spec.phase == FWD and spec.arch is SM90):
         assert {row.tile for row in spec.tiles.rows_for(traits)} <= set(candidates), "bench/tune.py would miss it"
+
+
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (192, 128), (256, 256)), ids=str)
+def test_candidates_of_codes_fit_and_include_the_table(dims):
+    traits = Traits(FWD, "fp8", *dims)
+    candidates = list(FwdTile.candidates(SM90, traits))
+    assert len(candidates) == len(set(candidates)) > 0
+    for tile in candidates:
+        tile.check(SM90, traits)
+    assert {row.tile for row in FORWARD_FP8.tiles.rows_for(traits)} <= set(candidates)
+    if dims[1] > 64:
+        with pytest.raises(ValueError, match="value_columns"):
+            FwdTile(128, 128, schedule="dynamic", output="own", value_columns=64).check(SM90, traits)
 
 
 # The backward's tiles

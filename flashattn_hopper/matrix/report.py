@@ -1,0 +1,151 @@
+"""What a matrix leaves behind: a table on the terminal, everything as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from itertools import groupby
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from ..train.environment import describe
+from .cells import REFUSED
+from .run import FAILED, STATUSES, Result
+
+SCHEMA = "flashattn_hopper.matrix/1"
+PACKAGE = Path(__file__).resolve().parents[1]
+_MACHINE = ("gpu", "driver", "platform", "cpu threads")  # names of describe(); the versions are the others
+_PRIVATE = ("kernel cache",)
+
+
+def row_of(result: Result) -> tuple[str, str, str]:
+    """(arch, kernel, precision): one line of the table and of the heat map."""
+    return result.cell.arch, result.cell.spec.name, result.cell.traits.dtype
+
+
+def counts(results: Sequence[Result]) -> dict[str, int]:
+    found = Counter(result.status for result in results)
+    return {status: found[status] for status in STATUSES}
+
+
+def summary(results: Sequence[Result]) -> str:
+    return ", ".join(f"{n} {status}" for status, n in counts(results).items() if n) or "no cells"
+
+
+def table(results: Sequence[Result]) -> Table:
+    """One line for each arch, kernel and precision in which something is not refused."""
+    found = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        caption="error: the worst, in errors of plain PyTorch; budget: the largest part used of what is allowed; "
+        "regs: the most registers of a thread at launch, + bytes that it spills",
+        caption_justify="left",
+    )
+    for name in ("arch", "kernel", "dtype", "cells"):
+        found.add_column(name, no_wrap=name != "cells")
+    for name in ("error", "budget", "regs"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for key, group in groupby(results, row_of):
+        mine = list(group)
+        told = {status: n for status, n in counts(mine).items() if n and status != REFUSED}
+        if not told:
+            continue
+        words = (f"[bold red]{n} {status}[/]" if status == FAILED else f"{n} {status}" for status, n in told.items())
+        error, budget, registers, local = (
+            max((x for result in mine if (x := getattr(result, name)) is not None), default=None)
+            for name in ("multiple", "share", "registers", "local")
+        )
+        found.add_row(
+            *key,
+            ", ".join(words),
+            "" if error is None else f"{error:.2f}",
+            "" if budget is None else f"{budget:.0%}",
+            "" if registers is None else f"{registers}" + (f" + {local} B" if local else ""),
+        )
+    return found
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """Failures in full, then the reasons of refusals, each once with its kernels; for the terminal."""
+    lines = [
+        f"[bold red]failed[/] {escape(result.cell.id)}: {escape(result.reason)}"
+        for result in results
+        if result.status == FAILED
+    ]
+    reasons: dict[str, Counter] = {}
+    for result in results:
+        if result.status == REFUSED:
+            reasons.setdefault(result.reason, Counter())[result.cell.spec.name] += 1
+    return lines + [
+        f"[bold]refused[/] {sum(names.values())} cells of {', '.join(names)}: {escape(reason)}"
+        for reason, names in reasons.items()
+    ]
+
+
+def record(results: Sequence[Result], quick: bool) -> dict:
+    """The whole matrix as plain values."""
+    machine = describe()
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "revision": revision(),
+        "versions": {name: text for name, text in machine.items() if name not in (*_MACHINE, *_PRIVATE)},
+        **{name.replace(" ", "_"): machine[name] for name in _MACHINE},
+        "quick": quick,
+        "counts": counts(results),
+        "cells": [_cell(result) for result in results],
+    }
+
+
+def _cell(result: Result) -> dict:
+    spec, traits = result.cell.spec, result.cell.traits
+    return {
+        "id": result.cell.id,
+        "arch": result.cell.arch,
+        "kernel": spec.name,
+        "pass": traits.phase,
+        "precision": traits.dtype,
+        "headdim": traits.headdim,
+        "headdim_v": traits.headdim_v,
+        "mask": traits.mask,
+        "features": sorted(traits.features),
+        "on_request": spec.on_request,
+        "status": result.status,
+        "reason": result.reason,
+        "error_multiple": result.multiple,
+        "budget_share": result.share,
+        "worst_output": result.worst,
+        "calls": result.calls,
+        "registers": result.registers,
+        "local_bytes": result.local,
+    }
+
+
+def revision() -> str | None:
+    """The commit of the checkout that this package is in, with "+" where files differ. None outside of one."""
+
+    def git(*arguments):
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # an environment may lie inside another project's checkout
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def write_json(found: dict, path: Path) -> None:
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def exit_status(results: Sequence[Result]) -> int:
+    """0 where nothing failed, else 1."""
+    return int(any(result.status == FAILED for result in results))

@@ -1,0 +1,224 @@
+"""One cell -> what came of it: computed and held against float64, compiled and read, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import hopper_attention, jit, oracle
+from ..arguments import TORCH_DTYPES
+from ..planner import Capability, capability_of
+from ..quantize import dequantize, quantize_fp8
+from ..spec.arch import CPU
+from ..spec.problem import BWD, FWD, Traits
+from .build import Builder, missing_compiler
+from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
+
+PASSED, FAILED, COMPILED = "passed", "failed", "compiled-only"
+STATUSES = (PASSED, FAILED, COMPILED, REFUSED)
+INPUTS = TORCH_DTYPES | {"fp8": torch.bfloat16}
+# Features of FP8 that inputs of another dtype ask for, and one that other codes do, which carry no gradient.
+OUTPUTS = {"fp16_out": torch.float16, "fp32_out": torch.float32}
+CODES = {"int8_qk": "int8"}
+# What a cell can be asked with; a feature that is not here is refused, and not run without.
+FEATURES = {FWD: {"gqa", "deterministic", *OUTPUTS, *CODES}, BWD: {"gqa", "deterministic", *OUTPUTS}}
+
+
+@dataclass(frozen=True)
+class Result:
+    """`reason` says why a cell failed or was refused.
+
+    `share` is the part of the allowed error that the worst output of all calls used, `multiple` that output's error in
+    errors of plain PyTorch (None where plain PyTorch makes none), `worst` its name.
+    `registers` per thread and `local` bytes per thread (spills) are the most of any variant of a compiled cell.
+    """
+
+    cell: Cell
+    status: str
+    reason: str = ""
+    share: float | None = None
+    multiple: float | None = None
+    worst: str = ""
+    calls: int = 0
+    registers: int | None = None
+    local: int | None = None
+
+
+def here() -> Capability:
+    """Compute capability of this machine's GPU, None without one."""
+    return capability_of(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
+def run_all(
+    cells: Sequence[Cell],
+    capability: Capability,
+    *,
+    most_calls: int | None = None,
+    processes: int | None = None,
+    on_start: Callable[[int], Any] = lambda total: None,
+    on_step: Callable[[], Any] = lambda: None,
+) -> list[Result]:
+    """The result of every cell, in order, from its first `most_calls` calls (None: all). Compilers work in `processes`
+    beside what runs here.
+
+    `on_start` gets the number of steps: cells to run and variants to compile. `on_step` may come from any thread.
+    """
+    fates = [fate(cell, capability) for cell in cells]
+    absent = missing_compiler()
+    compiled = [] if absent else [cell for cell, (what, _) in zip(cells, fates) if what == COMPILE]
+    with Builder((one for cell in compiled for one in variants(cell)), processes) as builder:
+        on_start(len(builder.futures) + sum(what == RUN for what, _ in fates))
+        builder.when_built(on_step)
+        _warm([cell for cell, (what, _) in zip(cells, fates) if what == RUN and cell.spec.arch], processes)
+        found = {}
+        with _one_thread():
+            for cell, (what, reason) in zip(cells, fates):
+                if what == RUN:
+                    found[cell] = run(cell, most_calls)
+                    on_step()
+                elif what == REFUSED or absent:
+                    found[cell] = Result(cell, REFUSED, reason or absent)
+        return [found[cell] if cell in found else _read(cell, builder) for cell in cells]
+
+
+def _warm(cells, processes) -> None:
+    """Why: where they are called first, kernels are compiled one after the other; here side by side."""
+    try:
+        jit.warmup([one for cell in cells for one in variants(cell)], processes)
+    except (RuntimeError, ImportError):
+        pass  # no disk cache, no compiler or a kernel that does not compile: the cells themselves will say
+
+
+@contextlib.contextmanager
+def _one_thread():
+    """Why: small tensors, beside compilers. A thread pool would mostly wait for the other cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read(cell, builder) -> Result:
+    used = [builder.used(variant) for variant in variants(cell)]
+    error = next((one.error for one in used if one.error), "")
+    if error:
+        return Result(cell, FAILED, error)
+    return Result(cell, COMPILED, registers=max(one.registers for one in used), local=max(one.local for one in used))
+
+
+def run(cell: Cell, most_calls: int | None = None) -> Result:
+    """The calls of a cell on the device that it is for, held against float64."""
+    if unknown := cell.traits.features - FEATURES[cell.traits.phase]:
+        return Result(cell, REFUSED, f"the matrix has no call for {', '.join(sorted(unknown))}")
+    device = "cpu" if cell.arch == CPU else "cuda"
+    worst, asked = Result(cell, PASSED, share=0.0, multiple=0.0), calls(cell)[:most_calls]
+    for call in asked:
+        try:
+            one = _held(cell, call, device)
+        except (NotImplementedError, ImportError) as error:
+            return Result(cell, REFUSED, str(error))
+        except Exception as error:
+            return Result(cell, FAILED, f"{_shown(call)}: {type(error).__name__}: {error}")
+        if one.status == FAILED:
+            return one
+        worst = max(worst, one, key=lambda result: result.share)
+    return Result(cell, PASSED, share=worst.share, multiple=worst.multiple, worst=worst.worst, calls=len(asked))
+
+
+def _held(cell: Cell, call: Call, device: str) -> Result:
+    """One call and its worst output."""
+    q, k, v, dout, dlse = _operands(cell.traits, call, device)
+    flows = {"dout": dout, "dlse": dlse} if cell.traits.phase == BWD else {}
+    outputs = _computed(cell, call, (q, k, v), *flows.values())
+    if cell.traits.deterministic:
+        again = _computed(cell, call, (q, k, v), *flows.values())
+        if differing := [name for name, x in outputs.items() if not _same(x, again[name])]:
+            return Result(cell, FAILED, f"{_shown(call)}: {', '.join(differing)} differ between two equal calls")
+    exact = oracle.attention(q, k, v, **call.mask, **flows)
+    usual = _usual(cell.traits, (q, k, v), {**call.mask, **flows})
+    worst = Result(cell, PASSED, share=-1.0)
+    for name, actual in outputs.items():
+        verdict = oracle.judge(
+            actual, getattr(exact, name), getattr(usual, name), q.dtype, name, _terms(cell.traits, exact, name)
+        )
+        if verdict.wrong:
+            multiple = _finite(verdict.multiple)
+            return Result(cell, FAILED, f"{_shown(call)}: {name}: {verdict.wrong}", multiple=multiple, worst=name)
+        share = verdict.error / verdict.allowed if verdict.allowed else 0.0
+        if share > worst.share:
+            worst = Result(cell, PASSED, share=share, multiple=_finite(verdict.multiple), worst=name)
+    return worst
+
+
+def _same(x, y) -> bool:
+    """Equal, a NaN to a NaN."""
+    return x.shape == y.shape and bool(torch.isclose(x, y, rtol=0, atol=0, equal_nan=True).all())
+
+
+def _operands(traits: Traits, call: Call, device: str):
+    """q, k, v, dout, dlse: normal numbers, the same at every call."""
+    s = call.shape
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr((traits, call)).encode()))
+    make = lambda *shape: torch.randn(shape, generator=generator, device=device)
+    dtype = next((OUTPUTS[word] for word in OUTPUTS if word in traits.features), INPUTS[traits.dtype])
+    q, dout = (make(s.batch, s.seqlen_q, s.num_heads_q, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
+    k, v = (make(s.batch, s.seqlen_k, s.num_heads_kv, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
+    dlse = make(s.batch, s.num_heads_q, s.seqlen_q)
+    return q, k, v, dout, dlse.double() if traits.dtype == "fp64" else dlse
+
+
+def _computed(cell: Cell, call: Call, operands, *flows) -> dict[str, torch.Tensor]:
+    """The outputs by name: out and lse, or with `flows` (dout and dlse) the gradients."""
+    traits = cell.traits
+    leaves = [x.detach().requires_grad_(bool(flows)) for x in operands]
+    if codes := _codes(traits):
+        leaves = quantize_fp8(*operands, qk_dtype=codes)
+    out, lse = hopper_attention(
+        *leaves,
+        **call.mask,
+        precision=traits.dtype,
+        return_lse=True,
+        deterministic=traits.deterministic,
+        backend=cell.spec.backend,
+    )
+    if not flows:
+        return {"out": out, "lse": lse}
+    return dict(zip(("dq", "dk", "dv"), torch.autograd.grad((out, lse), leaves, flows)))
+
+
+def _usual(traits: Traits, operands, arguments) -> oracle.Dense:
+    """Plain PyTorch's outputs."""
+    if traits.dtype == "fp8":
+        # It knows no FP8 attention: this is float32 on what the 8-bit codes stand for.
+        wide = [x.float() for x in operands]
+        operands = [dequantize(x) for x in quantize_fp8(*wide, qk_dtype=_codes(traits) or "fp8")]
+    return oracle.plain(*operands, **arguments)
+
+
+def _codes(traits: Traits) -> str | None:
+    """The codes of q and k that a feature asks for; None: those of precision="fp8"."""
+    return next((CODES[word] for word in CODES if word in traits.features), None)
+
+
+def _terms(traits: Traits, exact: oracle.Dense, name: str) -> torch.Tensor:
+    """What rounding is measured by. Why more in float64: P has a relative error of epsilon times the logit. In other
+    dtypes plain PyTorch shows it too; here plain PyTorch and what counts as exact make it together."""
+    terms = exact.terms[name]
+    return terms * exact.terms["lse"].amax() if traits.dtype == "fp64" and name != "lse" else terms
+
+
+def _shown(call: Call) -> str:
+    s = call.shape
+    mask = ", ".join(f"{name}={value}" for name, value in call.mask.items()) or "no mask"
+    return f"Sq {s.seqlen_q}, Sk {s.seqlen_k}, heads {s.num_heads_q}:{s.num_heads_kv}, {mask}"
+
+
+def _finite(x: float) -> float | None:
+    return x if x < float("inf") else None

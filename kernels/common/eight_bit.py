@@ -1,0 +1,118 @@
+"""8-bit codes: exact quotients, packed conversions, and magnitudes that keep NaN."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+LARGEST = {"e4m3": 448.0, "int8": 127.0}
+TINY = 2.0**-100  # a smaller scale counts as 1, so that the product of two stays a normal float
+
+
+def _asm(kind, text, constraints, *args):
+    return llvm.inline_asm(
+        kind,
+        [arg.ir_value() for arg in args],
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def divide(a, b):
+    """a / b as IEEE rounds it. The compiler's own may be approximate."""
+    return Float32(_asm(T.f32(), "div.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b)))
+
+
+def reciprocal(x):
+    """1 / x as IEEE rounds it."""
+    return Float32(_asm(T.f32(), "rcp.rn.f32 $0, $1;", "=f,f", Float32(x)))
+
+
+def multiply(a, b):
+    """a * b, rounded before anything is added to it."""
+    return Float32(_asm(T.f32(), "mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b)))
+
+
+def quotient(x, d, r):
+    """x / d as IEEE rounds it, from r = reciprocal(d): three operations for each of many x.
+
+    A product with the rounded reciprocal, corrected once by its remainder, is the rounded quotient (Markstein 1990) as
+    long as the remainder does not underflow: here for codes that are not 0, from d = 2^-92 on. The remainder is taken
+    with its sign turned, which keeps the sign of a zero.
+    """
+    text = (
+        "{ .reg .f32 y, e, n; mul.rn.f32 y, $1, $3; neg.f32 n, $1; fma.rn.f32 e, y, $2, n; neg.f32 e, e; "
+        "fma.rn.f32 $0, e, $3, y; }"
+    )
+    return Float32(_asm(T.f32(), text, "=f,f,f,f", Float32(x), Float32(d), Float32(r)))
+
+
+def pack4_e4m3(a, b, c, d):
+    """Four floats as e4m3 codes in one word, `a` in the lowest byte. Saturates; NaN stays NaN."""
+    text = (
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }"
+    )
+    return Int32(_asm(T.i32(), text, "=r,f,f,f,f", *map(Float32, (a, b, c, d))))
+
+
+def pack4_int8(a, b, c, d):
+    """Four floats as int8 codes in one word, ties to even. Saturates; NaN becomes 0."""
+    text = (
+        "{ .reg .s32 a, b, c, d, h; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3; "
+        "cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 h, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, h; }"
+    )
+    return Int32(_asm(T.i32(), text, "=r,f,f,f,f", *map(Float32, (a, b, c, d))))
+
+
+PACK4 = {"e4m3": pack4_e4m3, "int8": pack4_int8}
+
+
+def bits_of(x):
+    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value()))
+
+
+def float_of(bits):
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value()))
+
+
+def half_of(word, i, dtype):
+    """Float32 of the low (0) or high (1) one of the two `dtype` values in a word.
+
+    Why by hand: 16-bit values on their own take a register each.
+    """
+    if dtype is Float16:
+        text = "{ .reg .b16 h[2]; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h" + f"{i}; }}"
+        return Float32(_asm(T.f32(), text.replace("h[2]", "h<2>"), "=f,r", Int32(word)))
+    return float_of(word << 16 if i == 0 else word & -65536)
+
+
+def magnitude(x):
+    """|x| as an integer that orders as |x| does, with infinity above every number and NaN above that.
+
+    Why: a maximum of floats drops NaN, and a saturating conversion hides an infinity.
+    """
+    return bits_of(x) & 0x7FFFFFFF
+
+
+def max_halves(a, b):
+    """The larger of each half of two words of two 16-bit magnitudes."""
+    return Int32(_asm(T.i32(), "max.u16x2 $0, $1, $2;", "=r,r,r", Int32(a), Int32(b)))
+
+
+def scale_of(top, largest):
+    """The scale of a block from its largest magnitude, as `magnitude` gives it. NaN where that is not finite."""
+    scale = divide(float_of(top), Float32(largest))
+    scale = cutlass.select_(scale < TINY, Float32(1.0), scale)
+    return Float32(cutlass.select_(top < 0x7F800000, scale, float_of(Int32(0x7FC00000))))
+
+
+def max_over(x, lanes):
+    """Maximum of an integer over a group of neighbouring lanes, a power of two of them."""
+    for bit in range(lanes.bit_length() - 1):
+        x = cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=1 << bit))
+    return x

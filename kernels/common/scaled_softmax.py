@@ -1,0 +1,138 @@
+"""Online softmax of scores that are products of codes, and P on the scale of e4m3.
+
+    S = codes * q_descale[row] * k_descale[tile] * softmax_scale * log2 e       P = 2^(S - bias + 8)
+
+The scales are folded into the multiplier of the exponent, so they cost nothing for each score. 2^8, because P = 1 must
+be a code (256 is; 448 is the largest), so that a row with one dominant key is exact, and because small P need the
+exponents. For the same reason the bias is the running maximum itself in every tile: an optimistic bias (softmax.py)
+would need headroom, and e4m3 has none to give.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from .eight_bit import multiply
+from .softmax import LN_2, Softmax, quad, row_of, tree
+
+P_SHIFT = 8.0  # log2 of the scale of P
+SMALLEST = 2.0**-126  # a multiplier below it, or NaN, counts as it: a hidden score is -inf and must stay it
+
+
+def float_tops(S):
+    return [tree(cute.arch.fmax, [S[i] for i in row_of(cute.size(S), r)]) for r in range(2)]
+
+
+@dataclass(frozen=True)
+class ScaledSoftmax(Softmax):
+    """`scale_log2` is for each of the two rows and lacks the scale of K; `bias` is in log2 units in both attempts."""
+
+    k_scales: Any = None  # of the head, one for `TILE` keys
+    tiles: int = 1  # KV tiles that share one
+    v_scale: Any = None  # of the head
+    k_scale: Float32 | None = None
+    votes: bool = False  # whether to take the branch of `tops`
+    below: Any = None  # whether a row of this warp has a bias below zero
+    codes: Any = None  # the scores as they leave the product, before a mask
+
+    def of_tile(self, n):
+        """Early: a load and a vote, which have time under the product that gives the scores."""
+        below = cute.arch.vote_any_sync(cute.arch.fmin(self.bias[0], self.bias[1]) < 0.0) if self.votes else None
+        return replace(self, k_scale=self.k_scales[n // self.tiles], below=below)
+
+    def of_scores(self, S):
+        return replace(self, codes=S)
+
+    def tile(self, S, masked, exact, O):
+        tops = float_tops if masked else self.code_tops if self.codes.element_type is Int32 else self.tops
+        return self.update(S, exact, tops(S))
+
+    def code_tops(self, S):
+        return [reduce(cutlass.max, [self.codes[i] for i in row_of(cute.size(S), r)]).to(Float32) for r in range(2)]
+
+    @cute.jit
+    def tops(self, S):
+        """Largest score of each row that this thread has; where all are negative, any of them if the bias is not.
+
+        Floats from zero on order as integers do, whose maximum takes three operands. Of negative ones alone it is the
+        smallest, which a bias from zero on makes harmless.
+        """
+        if const_expr(not self.votes):
+            return float_tops(S)
+        top = cute.make_rmem_tensor(2, Float32)
+        if self.below:
+            for r, x in enumerate(float_tops(S)):
+                top[r] = x
+        else:
+            bits, words = cute.recast_tensor(S, Int32), cute.recast_tensor(top, Int32)
+            for r in cutlass.range_constexpr(2):
+                words[r] = reduce(cutlass.max, [bits[i] for i in row_of(cute.size(S), r)])
+        return top
+
+    @cute.jit
+    def update(self, S, exact, tops=None):
+        """Scores to P in place; returns the two factors for O. `tops`: the rows' maxima, of what this thread has.
+
+        `exact` rounds the scaled score before it subtracts, as the maximum was: that cancels at any magnitude.
+        """
+        tops = float_tops(S) if const_expr(tops is None) else tops
+        exponents = [S[i] for i in range(cute.size(S))]
+        alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            scale = self.scale_log2[r] * self.k_scale
+            poison[r] = multiply(scale, Float32(0.0))
+            scale = cute.arch.fmax(scale, Float32(SMALLEST))
+            top = quad(cute.arch.fmax, tops[r])
+            old = self.bias[r]
+            # A row or a tile that held inf or NaN has the scale NaN; so becomes the sum of each row that sees it.
+            poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r])
+            new = cute.arch.fmax(old, multiply(top, scale))
+            self.bias[r] = new
+            new = cutlass.select_(new == -math.inf, Float32(0.0), new)
+            alpha[r] = cute.arch.exp2(old - new)
+            for i in row_of(len(exponents), r):
+                if const_expr(exact):
+                    exponents[i] = (multiply(exponents[i], scale) - new) + P_SHIFT
+                else:
+                    exponents[i] = exponents[i] * scale + (P_SHIFT - new)
+        self.exponentiate(S, exponents, alpha)
+        for r in cutlass.range_constexpr(2):
+            self.row_sum[r] = self.row_sum[r] + poison[r]
+        return alpha
+
+    def exponentiate(self, P, exponents, alpha):
+        """exp2 into P, and each row's sum in one chain: an addition takes less time than the next exponential."""
+        for r in range(2):
+            total = self.row_sum[r] * alpha[r]
+            for i in row_of(len(exponents), r):
+                P[i] = cute.arch.exp2(exponents[i])
+                total = total + P[i]
+            self.row_sum[r] = total
+
+    def rescale(self, O, inverse):
+        """By the factors of `finish`. 0 is a row without keys, whose O may hold NaN of a V that it does not see."""
+        for i in range(cute.size(O)):
+            factor = inverse[(i // 2) % 2]
+            O[i] = cutlass.select_(factor == 0.0, Float32(0.0), O[i] * factor)
+
+    def units(self, exact):
+        """The bias is scaled in both attempts."""
+        return Float32(1.0), Float32(1.0)
+
+    @cute.jit
+    def finish(self, exact):
+        """Factors of O (with the scale of V) and natural-log lse of the scores that the codes give."""
+        inverse, lse = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        v_scale = self.v_scale[0]
+        for r in cutlass.range_constexpr(2):
+            total = quad(lambda a, b: a + b, self.row_sum[r])
+            empty = total == 0.0
+            inverse[r] = cutlass.select_(empty, Float32(0.0), v_scale * cute.arch.rcp_approx(total))
+            ln = (self.bias[r] + (cute.math.log2(total, fastmath=True) - P_SHIFT)) * LN_2
+            lse[r] = cutlass.select_(empty, Float32(-math.inf), ln)
+        return inverse, lse

@@ -1,0 +1,100 @@
+// The catalog as data. The tables are written by flashattn_hopper/native.py from the Python catalog's own answers.
+#pragma once
+
+#include <tvm/ffi/c_api.h>
+
+#include <cstdint>
+
+namespace fah {
+
+enum class Pass { fwd, bwd };
+enum class DType { bf16, fp16 };
+enum class Mask { full, causal, window };
+
+// Every operand of kernels/common/operands.py that a kernel of this library takes; `none` where a call passes None.
+enum class Operand : uint8_t {
+  none,
+  q_,
+  k_,
+  v_,
+  do_,
+  o_,
+  lse_,
+  dlse_,
+  dq_,
+  dk_,
+  dv_,
+  workspace_,
+  softmax_scale_,
+  window_left_,
+  window_right_,
+  num_ctas_,
+  tickets_,
+  count
+};
+
+constexpr int kMostOperands = 16;
+
+// One answer: of those that match a call, the first is the planner's.
+struct Choice {
+  int headdim, headdim_v;  // at most
+  DType dtype;
+  Mask mask;
+  bool deterministic;
+  int min_seqlen;  // keys
+  const char* variant;
+  const char* tile;
+  int64_t floats_per_row, floats;  // of workspace; rows are query rows, padded
+  TVMFFISafeCallType function;     // null: not in this library
+  Operand operands[kMostOperands];
+  int num_operands;
+
+  bool takes(Operand operand) const {
+    for (int i = 0; i < num_operands; ++i)
+      if (operands[i] == operand) return true;
+    return false;
+  }
+};
+
+// A kernel on one arch. Code for an exact arch runs on that compute capability alone, other code on later minors too.
+struct Port {
+  int capability;  // 10 * major + minor
+  bool exact;
+  const Choice* choices;
+  int num_choices;
+
+  const Choice* begin() const { return choices; }
+  const Choice* end() const { return choices + num_choices; }
+
+  bool runs_on(int device) const {
+    return exact ? device == capability : device / 10 == capability / 10 && device >= capability;
+  }
+};
+
+struct Kernel {
+  const char* name;
+  const char* backend;
+  Pass pass;
+  unsigned dtypes, masks;  // bit sets
+  bool deterministic, gqa;
+  int multiple;            // of head dimensions
+  const char* on_request;  // why "auto" passes it by; "" where it does not
+  const Port* ports;
+  int num_ports;
+
+  const Port* begin() const { return ports; }
+  const Port* end() const { return ports + num_ports; }
+};
+
+struct Kernels {
+  const Kernel* first;
+  const Kernel* behind;
+
+  const Kernel* begin() const { return first; }
+  const Kernel* end() const { return behind; }
+};
+
+Kernels kernels();
+int64_t padded_rows(int64_t seqlen_q);  // of a head's workspace
+
+}  // namespace fah

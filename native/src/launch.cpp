@@ -1,0 +1,157 @@
+#include "launch.hpp"
+
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <mutex>
+#include <string>
+
+#include "driver.hpp"
+#include "error.hpp"
+
+namespace fah {
+namespace {
+
+TVMFFIAny any(int32_t type) {
+  TVMFFIAny value{};
+  value.type_index = type;
+  return value;
+}
+
+TVMFFIAny integer(int64_t number) {
+  TVMFFIAny value = any(kTVMFFIInt);
+  value.v_int64 = number;
+  return value;
+}
+
+TVMFFIAny real(double number) {
+  TVMFFIAny value = any(kTVMFFIFloat);
+  value.v_float64 = number;
+  return value;
+}
+
+void check_address(const char* name, const void* pointer, size_t alignment) {
+  require(pointer != nullptr, text("%s is NULL", name));
+  require(reinterpret_cast<uintptr_t>(pointer) % alignment == 0,
+          text("%s: its address is not a multiple of %zu bytes", name, alignment));
+}
+
+// The stream that kernels ask for, in this thread, until it is destroyed.
+class CurrentStream {
+ public:
+  CurrentStream(int device, void* stream) : device_(device) {
+    if (TVMFFIEnvSetStream(kDLCUDA, device, stream, &before_)) throw Error(FAH_CUDA_ERROR, "the stream cannot be set");
+  }
+  ~CurrentStream() { TVMFFIEnvSetStream(kDLCUDA, device_, before_, nullptr); }
+  CurrentStream(const CurrentStream&) = delete;
+  CurrentStream& operator=(const CurrentStream&) = delete;
+
+ private:
+  int device_;
+  TVMFFIStreamHandle before_ = nullptr;
+};
+
+// The text of the error that a kernel's host half left in this thread.
+std::string raised() {
+  TVMFFIObjectHandle error = nullptr;
+  TVMFFIErrorMoveFromRaised(&error);
+  if (error == nullptr) return "failed without a message";
+  const TVMFFIErrorCell* cell = TVMFFIErrorGetCellPtr(error);
+  std::string words(cell->kind.data, cell->kind.size);
+  words.append(": ").append(cell->message.data, cell->message.size);
+  TVMFFIObjectDecRef(error);
+  return words;
+}
+
+// What the host half takes: one sequence of operands, as tvm_ffi lays out an array, without an allocation.
+struct Sequence {
+  TVMFFIObject object;
+  TVMFFISeqCell cell;
+};
+constexpr uint64_t kHeld = (uint64_t{1} << 32) | 1;  // weak and strong owners: us, so that nobody else frees it
+
+}  // namespace
+
+Call::Call(const fah_plan& plan, Pass pass) : plan_(plan) {
+  require(plan.pass == pass, text("the plan is for the %s pass", plan.pass == Pass::fwd ? "forward" : "backward"));
+  operand(Operand::softmax_scale_) = real(plan.softmax_scale);
+  operand(Operand::window_left_) = integer(plan.window_left);
+  operand(Operand::window_right_) = integer(plan.window_right);
+  operand(Operand::num_ctas_) = integer(plan.num_sms);
+}
+
+Call::Call(const fah_plan& plan, const fah_forward_args& args) : Call(plan, Pass::fwd) {
+  tensor(Operand::q_, q_, plan.q, "q", args.q);
+  tensor(Operand::k_, k_, plan.k, "k", args.k);
+  tensor(Operand::v_, v_, plan.v, "v", args.v);
+  address(Operand::o_, "out", args.out, 16);
+  wanted(Operand::lse_, "lse", args.lse);
+  if (plan.workspace.bytes) address(Operand::tickets_, "workspace", args.workspace, plan.workspace.alignment);
+}
+
+Call::Call(const fah_plan& plan, const fah_backward_args& args) : Call(plan, Pass::bwd) {
+  tensor(Operand::q_, q_, plan.q, "q", args.q);
+  tensor(Operand::k_, k_, plan.k, "k", args.k);
+  tensor(Operand::v_, v_, plan.v, "v", args.v);
+  tensor(Operand::do_, dout_, plan.dout, "dout", args.dout);
+  address(Operand::o_, "out", args.out, 16);
+  address(Operand::lse_, "lse", args.lse, sizeof(float));
+  wanted(Operand::dlse_, "dlse", args.dlse);
+  address(Operand::dq_, "dq", args.dq, 16);
+  address(Operand::dk_, "dk", args.dk, 16);
+  address(Operand::dv_, "dv", args.dv, 16);
+  address(Operand::workspace_, "workspace", args.workspace, plan.workspace.alignment);
+}
+
+void Call::tensor(Operand which, DLTensor& memory, const Layout& layout, const char* name, const void* pointer) {
+  check_address(name, pointer, 16);
+  const uint8_t code = plan_.dtype == DType::bf16 ? kDLBfloat : kDLFloat;
+  memory.data = const_cast<void*>(pointer);
+  memory.device = {kDLCUDA, plan_.device};
+  memory.ndim = 4;
+  memory.dtype = {code, 16, 1};
+  memory.shape = const_cast<int64_t*>(layout.shape);
+  memory.strides = const_cast<int64_t*>(layout.strides);
+  memory.byte_offset = 0;
+  operand(which) = any(kTVMFFIDLTensorPtr);
+  operand(which).v_ptr = &memory;
+}
+
+void Call::address(Operand which, const char* name, const void* pointer, size_t alignment) {
+  check_address(name, pointer, alignment);
+  operand(which) = integer(reinterpret_cast<intptr_t>(pointer));
+}
+
+void Call::wanted(Operand which, const char* name, const float* pointer) {
+  if (pointer == nullptr)
+    operand(which) = integer(0);
+  else
+    address(which, name, pointer, sizeof(float));
+}
+
+void Call::run(void* stream) {
+  require(plan_.device != FAH_NO_ORDINAL, "the plan was made without a device (FAH_NO_ORDINAL): it cannot be launched");
+  CurrentDevice device(plan_.device);
+  CurrentStream current(plan_.device, stream);
+  if (plan_.loaded.load(std::memory_order_acquire)) return enter();
+  // Why: a first launch loads the code, which concerns all threads.
+  static std::mutex loading;
+  std::lock_guard<std::mutex> lock(loading);
+  enter();
+  plan_.loaded.store(true, std::memory_order_release);
+}
+
+void Call::enter() {
+  const Choice& choice = *plan_.choice;
+  TVMFFIAny items[kMostOperands];
+  for (int i = 0; i < choice.num_operands; ++i) items[i] = operand(choice.operands[i]);
+  Sequence sequence{};
+  sequence.object.combined_ref_count = kHeld;
+  sequence.object.type_index = kTVMFFIArray;
+  sequence.cell = {items, choice.num_operands, choice.num_operands, nullptr};
+  TVMFFIAny argument = any(kTVMFFIArray), result = any(kTVMFFINone);
+  argument.v_obj = &sequence.object;
+  if (choice.function(nullptr, &argument, 1, &result))
+    throw Error(FAH_CUDA_ERROR, text("%s: %s", choice.variant, raised().c_str()));
+}
+
+}  // namespace fah

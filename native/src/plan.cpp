@@ -1,0 +1,211 @@
+#include "plan.hpp"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "driver.hpp"
+#include "error.hpp"
+
+namespace fah {
+namespace {
+
+constexpr int64_t kAlignment = 8;                  // elements of 16 bits: 16 bytes
+constexpr int64_t kMostStride = int64_t{1} << 39;  // elements: 2^40 bytes
+constexpr const char* kDTypes[] = {"bf16", "fp16"};
+constexpr const char* kMasks[] = {"full", "causal", "window"};
+constexpr const char* kPasses[] = {"fwd", "bwd"};
+
+// What decides the choice, in the words of the catalog.
+struct Traits {
+  Pass pass;
+  DType dtype;
+  Mask mask;
+  bool deterministic, gqa;
+  int headdim, headdim_v, seqlen_k;
+
+  std::string words() const {
+    std::string dims = headdim == headdim_v ? text("d%d", headdim) : text("d%dx%d", headdim, headdim_v);
+    return text("%s.%s.%s.%s", kPasses[int(pass)], kDTypes[int(dtype)], dims.c_str(), kMasks[int(mask)]) +
+           (deterministic ? ".deterministic" : "") + (gqa ? ".gqa" : "");
+  }
+};
+
+std::string device_word(int capability) { return text("sm_%d", capability); }
+
+const Port* port_on(const Kernel& kernel, int capability) {
+  const Port* best = nullptr;
+  for (const Port& port : kernel)
+    if (port.runs_on(capability) && (best == nullptr || port.capability > best->capability)) best = &port;
+  return best;
+}
+
+// The first choice with room for the head dimensions, or null where they are too large.
+const Choice* first_that_fits(const Port& port, const Traits& t) {
+  for (const Choice& c : port)
+    if (t.headdim <= c.headdim && t.headdim_v <= c.headdim_v && t.dtype == c.dtype && t.mask == c.mask &&
+        t.deterministic == c.deterministic && t.seqlen_k >= c.min_seqlen)
+      return &c;
+  return nullptr;
+}
+
+std::string widest(const Port& port) {
+  int headdim = 0, headdim_v = 0;
+  for (const Choice& c : port)
+    if (c.headdim + c.headdim_v > headdim + headdim_v) headdim = c.headdim, headdim_v = c.headdim_v;
+  return text("at most %d and %d", headdim, headdim_v);
+}
+
+std::string needed_archs(const Kernel& kernel) {
+  std::string archs;
+  for (const Port& port : kernel) archs += (archs.empty() ? "" : ", ") + device_word(port.capability);
+  return (kernel.num_ports > 1 ? "needs one of " : "needs ") + archs;
+}
+
+// "" where `kernel` runs it, with the choice; else why not, by the order of KernelSpec.refuses.
+std::string refusal(const Kernel& kernel, const Traits& t, int capability, const std::string& backend,
+                    const Choice*& choice) {
+  if (backend != "auto" && backend != kernel.backend) return text("backend \"%s\" was asked for", backend.c_str());
+  const Port* port = port_on(kernel, capability);
+  if (port == nullptr)
+    return text("%s, the device is %s", needed_archs(kernel).c_str(), device_word(capability).c_str());
+  if (*kernel.on_request && backend == "auto")
+    return text("only with backend \"%s\": %s", kernel.backend, kernel.on_request);
+  if (!(kernel.dtypes >> int(t.dtype) & 1)) return text("no %s", kDTypes[int(t.dtype)]);
+  if (!(kernel.masks >> int(t.mask) & 1)) return text("no %s mask", kMasks[int(t.mask)]);
+  if (t.deterministic && !kernel.deterministic) return "no deterministic";
+  if (t.gqa && !kernel.gqa) return "no gqa";
+  const std::string asked = text("headdim %d, headdim_v %d: ", t.headdim, t.headdim_v);
+  if (t.headdim % kernel.multiple || t.headdim_v % kernel.multiple)
+    return asked + text("both must be multiples of %d", kernel.multiple);
+  choice = first_that_fits(*port, t);
+  return choice == nullptr ? asked + widest(*port) : "";
+}
+
+const Choice& choose(const Traits& traits, int capability, const std::string& backend) {
+  std::string reasons;
+  for (const Kernel& kernel : kernels()) {
+    if (kernel.pass != traits.pass) continue;
+    const Choice* choice = nullptr;
+    const std::string reason = refusal(kernel, traits, capability, backend, choice);
+    if (reason.empty()) {
+      if (choice->function != nullptr) return *choice;
+      throw Error(FAH_NOT_IN_LIBRARY,
+                  text("%s on %s is %s (%s), which this library was built without; "
+                       "CMake's FLASHATTN_HOPPER_VARIANTS lists what it is built with",
+                       traits.words().c_str(), device_word(capability).c_str(), choice->variant, choice->tile));
+    }
+    reasons += text("\n  %s: %s", kernel.name, reason.c_str());
+  }
+  throw Error(FAH_UNSUPPORTED, text("no kernel runs %s on %s:%s", traits.words().c_str(),
+                                    device_word(capability).c_str(), reasons.c_str()));
+}
+
+bool known_backend(const std::string& backend) {
+  if (backend == "auto") return true;
+  for (const Kernel& kernel : kernels())
+    if (backend == kernel.backend) return true;
+  return false;
+}
+
+// A legal stride is a multiple of 16 bytes. That of a dimension of extent 1 means nothing and is replaced.
+Layout layout_of(const char* name, const int64_t (&given)[3], int64_t batch, int64_t seqlen, int64_t heads,
+                 int64_t headdim) {
+  Layout layout{{batch, seqlen, heads, headdim}, {seqlen * heads * headdim, heads * headdim, headdim, 1}};
+  if (!given[0] && !given[1] && !given[2]) return layout;
+  constexpr const char* dims[] = {"batch", "seqlen", "head"};
+  for (int i = 2; i >= 0; --i) {
+    const bool legal = given[i] >= 0 && given[i] % kAlignment == 0 && given[i] < kMostStride;
+    require(legal || layout.shape[i] == 1,
+            text("%s_strides: %lld elements from one %s to the next; expected a multiple of %lld from 0 to 2^39", name,
+                 static_cast<long long>(given[i]), dims[i], static_cast<long long>(kAlignment)));
+    layout.strides[i] = legal ? given[i] : layout.shape[i + 1] * layout.strides[i + 1];
+  }
+  return layout;
+}
+
+void check_extent(const char* name, int32_t value) {
+  require(value >= 1, text("%s is %d; expected at least 1", name, value));
+}
+
+void check_edge(const char* name, int64_t value) {
+  require(value >= FAH_OPEN,
+          text("%s is %lld; expected at least 0 keys, or FAH_OPEN", name, static_cast<long long>(value)));
+}
+
+void check(const fah_problem& p, int headdim_v) {
+  require(p.pass == FAH_FORWARD || p.pass == FAH_BACKWARD,
+          text("pass is %d; expected FAH_FORWARD or FAH_BACKWARD", int(p.pass)));
+  require(p.dtype == FAH_BF16 || p.dtype == FAH_FP16, text("dtype is %d; expected FAH_BF16 or FAH_FP16", int(p.dtype)));
+  check_extent("batch", p.batch);
+  check_extent("seqlen_q", p.seqlen_q);
+  check_extent("seqlen_k", p.seqlen_k);
+  check_extent("num_heads_q", p.num_heads_q);
+  check_extent("num_heads_kv", p.num_heads_kv);
+  check_extent("headdim", p.headdim);
+  check_extent("headdim_v", headdim_v);
+  require(p.num_heads_q % p.num_heads_kv == 0,
+          text("num_heads_q, num_heads_kv: %d is not a multiple of %d", p.num_heads_q, p.num_heads_kv));
+  check_edge("window_left", p.window_left);
+  check_edge("window_right", p.window_right);
+  require(p.softmax_scale == 0 || (p.softmax_scale >= FLT_MIN && p.softmax_scale <= FLT_MAX),
+          text("softmax_scale is %g; expected a finite number above 0, or 0 for 1 / sqrt(headdim)",
+               double(p.softmax_scale)));
+  require(p.device >= FAH_NO_ORDINAL, text("device is %d; expected a CUDA ordinal or FAH_NO_ORDINAL", p.device));
+  if (p.device == FAH_NO_ORDINAL)
+    require(p.arch > 0, text("arch is %d; with FAH_NO_ORDINAL expected 10 * major + minor, such as 90", p.arch));
+  else
+    require(p.arch == 0, text("arch is %d; expected 0, since the device has one", p.arch));
+}
+
+Mask mask_of(const fah_problem& p) {
+  if (p.window_left != FAH_OPEN) return Mask::window;
+  if (p.window_right == FAH_OPEN) return Mask::full;
+  return p.window_right == 0 ? Mask::causal : Mask::window;
+}
+
+// For int32 arithmetic on the device: an edge further than all keys and queries hides or shows no more.
+int64_t edge(int64_t keys, const fah_problem& p) {
+  const int64_t far = int64_t{p.seqlen_q} + p.seqlen_k;
+  return keys == FAH_OPEN ? far : std::min(keys, far);
+}
+
+}  // namespace
+
+void make_plan(const fah_problem& given, fah_plan& plan) {
+  fah_problem p;
+  fah_problem_init(&p);
+  require(given.size == sizeof(p),
+          text("size is %zu; expected %zu: was the problem made by fah_problem_init?", given.size, sizeof(p)));
+  p = given;
+  const int headdim_v = p.headdim_v ? p.headdim_v : p.headdim;
+  const std::string backend = p.backend == nullptr ? "auto" : p.backend;
+  check(p, headdim_v);
+  require(known_backend(backend), text("backend \"%s\" is not known", backend.c_str()));
+
+  plan.pass = p.pass == FAH_FORWARD ? Pass::fwd : Pass::bwd;
+  plan.dtype = p.dtype == FAH_BF16 ? DType::bf16 : DType::fp16;
+  plan.q = layout_of("q", p.q_strides, p.batch, p.seqlen_q, p.num_heads_q, p.headdim);
+  plan.k = layout_of("k", p.k_strides, p.batch, p.seqlen_k, p.num_heads_kv, p.headdim);
+  plan.v = layout_of("v", p.v_strides, p.batch, p.seqlen_k, p.num_heads_kv, headdim_v);
+  plan.dout = layout_of("dout", p.dout_strides, p.batch, p.seqlen_q, p.num_heads_q, headdim_v);
+  plan.softmax_scale = p.softmax_scale != 0 ? p.softmax_scale : 1 / std::sqrt(float(p.headdim));
+  plan.window_left = edge(p.window_left, p);
+  plan.window_right = edge(p.window_right, p);
+
+  const DeviceFacts device = p.device == FAH_NO_ORDINAL ? DeviceFacts{p.arch, 0} : device_facts(p.device);
+  plan.device = p.device;
+  plan.num_sms = device.num_sms;
+  const Traits traits{plan.pass, plan.dtype, mask_of(p), p.deterministic != 0, p.num_heads_q != p.num_heads_kv,
+                      p.headdim, headdim_v,  p.seqlen_k};
+  plan.choice = &choose(traits, device.capability, backend);
+
+  const bool tickets = plan.choice->takes(Operand::tickets_);
+  const int64_t rows = int64_t{p.batch} * p.num_heads_q * padded_rows(p.seqlen_q);
+  const int64_t floats = plan.choice->floats_per_row * rows + plan.choice->floats;
+  plan.workspace = {static_cast<size_t>(tickets ? 2 * sizeof(int32_t) : floats * sizeof(float)), 16, tickets};
+}
+
+}  // namespace fah

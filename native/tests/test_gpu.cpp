@@ -1,0 +1,359 @@
+// Forward and backward on the GPU through the C interface, against the reference on the host.
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "flashattn_hopper.h"
+#include "reference.hpp"
+
+namespace {
+
+using reference::Doubles;
+
+void ok(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
+  std::exit(1);
+}
+#define CUDA(call) ok(call, #call)
+
+// Device memory with guards of a known pattern on both sides, and every byte of what a kernel is to write a NaN.
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) : bytes_(bytes) {
+    CUDA(cudaMalloc(&base_, bytes_ + 2 * kGuard));
+    CUDA(cudaMemset(base_, 0xa5, bytes_ + 2 * kGuard));
+    CUDA(cudaMemset(data(), 0xff, bytes_));
+  }
+  ~Buffer() { cudaFree(base_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  void* data() const { return static_cast<char*>(base_) + kGuard; }
+  float* floats() const { return static_cast<float*>(data()); }
+  void zero() { CUDA(cudaMemset(data(), 0, bytes_)); }
+
+  template <class T>
+  std::vector<T> get() const {
+    std::vector<T> host(bytes_ / sizeof(T));
+    CUDA(cudaMemcpy(host.data(), data(), host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+    return host;
+  }
+  template <class T>
+  void put(const std::vector<T>& host) {
+    CUDA(cudaMemcpy(data(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  bool guarded() const {
+    std::vector<unsigned char> host(bytes_ + 2 * kGuard);
+    CUDA(cudaMemcpy(host.data(), base_, host.size(), cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < kGuard; ++i)
+      if (host[i] != 0xa5 || host[kGuard + bytes_ + i] != 0xa5) return false;
+    return true;
+  }
+
+ private:
+  static constexpr size_t kGuard = 4096;
+  void* base_ = nullptr;
+  size_t bytes_;
+};
+
+struct Case {
+  const char* backend;
+  int batch, seqlen_q, seqlen_k, heads, heads_kv, headdim;
+  reference::Window window;
+  bool packed, deterministic;
+};
+
+template <class Element>
+fah_problem problem_of(const Case& c, fah_pass pass) {
+  fah_problem p;
+  fah_problem_init(&p);
+  p.pass = pass;
+  p.dtype = std::is_same<Element, cutlass::half_t>::value ? FAH_FP16 : FAH_BF16;
+  p.batch = c.batch;
+  p.seqlen_q = c.seqlen_q;
+  p.seqlen_k = c.seqlen_k;
+  p.num_heads_q = c.heads;
+  p.num_heads_kv = c.heads_kv;
+  p.headdim = c.headdim;
+  p.window_left = c.window.left;
+  p.window_right = c.window.right;
+  p.deterministic = c.deterministic;
+  p.backend = c.backend;
+  if (c.packed) {  // k and v are halves of one tensor (B, Sk, 2, Hk, D)
+    const int64_t row = int64_t{2} * c.heads_kv * c.headdim;
+    for (auto* strides : {p.k_strides, p.v_strides}) {
+      strides[0] = row * c.seqlen_k;
+      strides[1] = row;
+      strides[2] = c.headdim;
+    }
+  }
+  return p;
+}
+
+std::string name_of(const Case& c, const char* dtype) {
+  char text[200];
+  std::snprintf(text, sizeof(text), "%s %s B%d Sq%d Sk%d H%d/%d D%d window(%d,%d)%s%s", c.backend, dtype, c.batch,
+                c.seqlen_q, c.seqlen_k, c.heads, c.heads_kv, c.headdim, int(c.window.left), int(c.window.right),
+                c.packed ? " packed" : "", c.deterministic ? " deterministic" : "");
+  return text;
+}
+
+template <class Element>
+std::vector<Element> numbers(size_t count, int seed) {
+  std::mt19937 source(seed);
+  std::normal_distribution<float> normal;
+  std::vector<Element> made(count);
+  for (Element& x : made) x = Element(normal(source));
+  return made;
+}
+
+// One head of (B, S, H, D) as doubles.
+template <class T>
+Doubles head_of(const std::vector<T>& x, int b, int h, int seqlen, int heads, int width) {
+  Doubles made(size_t(seqlen) * width);
+  for (int s = 0; s < seqlen; ++s)
+    for (int c = 0; c < width; ++c)
+      made[size_t(s) * width + c] = double(float(x[((size_t(b) * seqlen + s) * heads + h) * width + c]));
+  return made;
+}
+
+// The budget: twice the error that rounding every intermediate brings about, and one rounding of the largest value.
+struct Errors {
+  double kernel = 0, plain = 0, size = 0;
+  bool finite = true;
+
+  void add(const Doubles& got, const Doubles& exact, const Doubles& rounded) {
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (std::isinf(exact[i])) {
+        finite &= got[i] == exact[i];
+        continue;
+      }
+      finite &= std::isfinite(got[i]);
+      kernel = std::max(kernel, std::abs(got[i] - exact[i]));
+      plain = std::max(plain, std::abs(rounded[i] - exact[i]));
+      size = std::max(size, std::abs(exact[i]));
+    }
+  }
+  bool within(double unit) const { return finite && kernel <= 2 * plain + unit * size; }
+  std::string words() const {
+    char text[120];
+    std::snprintf(text, sizeof(text), "error %.3g, by rounding alone %.3g, largest value %.3g%s", kernel, plain, size,
+                  finite ? "" : ", NaN or inf in the wrong place");
+    return text;
+  }
+};
+
+void add_to(Doubles& sum, const Doubles& x) {
+  sum.resize(x.size());
+  for (size_t i = 0; i < x.size(); ++i) sum[i] += x[i];
+}
+
+std::set<std::string> ran, left_out;
+
+// False where the library was built without the kernel.
+bool plan_for(const fah_problem& problem, fah_plan** plan, const std::string& name) {
+  const fah_status status = fah_plan_create(&problem, plan);
+  if (status == FAH_NOT_IN_LIBRARY || status == FAH_UNSUPPORTED) {
+    left_out.insert(name + ": " + std::string(fah_last_error()).substr(0, 160));
+    return false;
+  }
+  CHECK_SAID(status == FAH_OK, name + ": " + fah_last_error());
+  return status == FAH_OK;
+}
+
+template <class Element>
+void compare(const Case& c, const char* dtype, double unit) {
+  const std::string name = name_of(c, dtype);
+  fah_plan *forward = nullptr, *backward = nullptr;
+  if (!plan_for(problem_of<Element>(c, FAH_FORWARD), &forward, name)) return;
+  const bool both = plan_for(problem_of<Element>(c, FAH_BACKWARD), &backward, name + " backward");
+
+  const size_t nq = size_t(c.batch) * c.seqlen_q * c.heads * c.headdim;
+  const size_t nk = size_t(c.batch) * c.seqlen_k * c.heads_kv * c.headdim;
+  const size_t rows = size_t(c.batch) * c.heads * c.seqlen_q;
+  const auto q = numbers<Element>(nq, 1), k = numbers<Element>(nk, 2), v = numbers<Element>(nk, 3),
+             dout = numbers<Element>(nq, 4);
+  std::vector<float> dlse;
+  for (Element x : numbers<Element>(rows, 5)) dlse.push_back(float(x));
+  Buffer q_(nq * 2), kv(2 * nk * 2), dout_(nq * 2), out(nq * 2), lse(rows * 4), dlse_(rows * 4);
+  Buffer dq(nq * 2), dk(nk * 2), dv(nk * 2);
+  q_.put(q);
+  dout_.put(dout);
+  dlse_.put(dlse);
+  char* const k_at = static_cast<char*>(kv.data());
+  const size_t row = size_t(c.heads_kv) * c.headdim;  // of one token
+  char* const v_at = k_at + (c.packed ? row : nk) * 2;
+  std::vector<Element> both_kv(2 * nk);
+  for (size_t i = 0; i < nk; ++i) {
+    const size_t token = i / row, within = i % row;
+    both_kv[c.packed ? 2 * token * row + within : i] = k[i];
+    both_kv[c.packed ? (2 * token + 1) * row + within : nk + i] = v[i];
+  }
+  kv.put(both_kv);
+
+  fah_workspace w{};
+  CHECK(fah_plan_workspace(forward, &w) == FAH_OK);
+  Buffer workspace(w.bytes + 16);
+  if (w.zeroed) workspace.zero();
+  const fah_forward_args f{q_.data(), k_at, v_at, out.data(), lse.floats(), workspace.data()};
+  CHECK_SAID(fah_forward(forward, &f, nullptr) == FAH_OK, name + ": " + fah_last_error());
+  CUDA(cudaDeviceSynchronize());
+  ran.insert(fah_plan_variant(forward));
+  if (w.zeroed) {  // a second launch on the same workspace gives the same
+    const auto first = out.get<uint16_t>();
+    CHECK(fah_forward(forward, &f, nullptr) == FAH_OK);
+    CUDA(cudaDeviceSynchronize());
+    CHECK_SAID(first == out.get<uint16_t>(), name + ": two launches differ");
+  }
+  if (both) {
+    CHECK(fah_plan_workspace(backward, &w) == FAH_OK);
+    Buffer sums(w.bytes);
+    const fah_backward_args b{dout_.data(),   q_.data(), k_at,      v_at,      out.data(), lse.floats(),
+                              dlse_.floats(), dq.data(), dk.data(), dv.data(), sums.data()};
+    CHECK_SAID(fah_backward(backward, &b, nullptr) == FAH_OK, name + ": " + fah_last_error());
+    CUDA(cudaDeviceSynchronize());
+    CHECK_SAID(sums.guarded(), name + ": the workspace is too small");
+    ran.insert(fah_plan_variant(backward));
+    if (c.deterministic) {
+      const auto first = dq.get<uint16_t>();
+      CHECK(fah_backward(backward, &b, nullptr) == FAH_OK);
+      CUDA(cudaDeviceSynchronize());
+      CHECK_SAID(first == dq.get<uint16_t>(), name + ": dq differs");
+    }
+  }
+  for (const Buffer* one : {&out, &lse, &dq, &dk, &dv}) CHECK_SAID(one->guarded(), name + ": written beside an output");
+
+  const auto out_ = out.get<Element>(), dq_ = dq.get<Element>(), dk_ = dk.get<Element>(), dv_ = dv.get<Element>();
+  const auto lse_ = lse.get<float>();
+  Errors e_out, e_lse, e_dq, e_dk, e_dv;
+  const reference::Head head{c.seqlen_q, c.seqlen_k, c.headdim, c.headdim, c.window, 1 / std::sqrt(double(c.headdim))};
+  const int group = c.heads / c.heads_kv;
+  for (int b = 0; b < c.batch; ++b)
+    for (int hk = 0; hk < c.heads_kv; ++hk) {
+      Doubles dk_sums[2], dv_sums[2];
+      const Doubles kh = head_of(k, b, hk, c.seqlen_k, c.heads_kv, c.headdim);
+      const Doubles vh = head_of(v, b, hk, c.seqlen_k, c.heads_kv, c.headdim);
+      for (int h = hk * group; h < (hk + 1) * group; ++h) {
+        const auto of = [&](const std::vector<Element>& x) { return head_of(x, b, h, c.seqlen_q, c.heads, c.headdim); };
+        const size_t first = (size_t(b) * c.heads + h) * c.seqlen_q;
+        const Doubles dl(dlse.begin() + first, dlse.begin() + first + c.seqlen_q);
+        const auto run = [&](bool exact) {
+          return reference::attention<Element>(head, of(q), kh, vh, of(dout), dl, exact);
+        };
+        const reference::Result exact = run(true), plain = run(false);
+        e_out.add(of(out_), exact.out, plain.out);
+        e_lse.add(Doubles(lse_.begin() + first, lse_.begin() + first + c.seqlen_q), exact.lse, plain.lse);
+        if (!both) continue;
+        e_dq.add(of(dq_), exact.dq, plain.dq);
+        add_to(dk_sums[0], exact.dk), add_to(dk_sums[1], plain.dk);
+        add_to(dv_sums[0], exact.dv), add_to(dv_sums[1], plain.dv);
+      }
+      if (!both) continue;
+      e_dk.add(head_of(dk_, b, hk, c.seqlen_k, c.heads_kv, c.headdim), dk_sums[0], dk_sums[1]);
+      e_dv.add(head_of(dv_, b, hk, c.seqlen_k, c.heads_kv, c.headdim), dv_sums[0], dv_sums[1]);
+    }
+  CHECK_SAID(e_out.within(unit), name + " out: " + e_out.words());
+  CHECK_SAID(e_lse.within(1e-6), name + " lse: " + e_lse.words());
+  if (both) {
+    CHECK_SAID(e_dq.within(unit), name + " dq: " + e_dq.words());
+    CHECK_SAID(e_dk.within(unit), name + " dk: " + e_dk.words());
+    CHECK_SAID(e_dv.within(unit), name + " dv: " + e_dv.words());
+  }
+  std::printf("%s\n  out %s\n", name.c_str(), e_out.words().c_str());
+  fah_plan_destroy(forward);
+  fah_plan_destroy(backward);
+}
+
+// Threads with a stream and a workspace each share one plan; all get what one gets alone.
+void threads(const char* backend) {
+  const Case c{backend, 2, 700, 700, 4, 4, 64, {-1, 0}, false, false};
+  fah_plan* plan = nullptr;
+  if (!plan_for(problem_of<cutlass::bfloat16_t>(c, FAH_FORWARD), &plan, "threads")) return;
+  const size_t n = size_t(c.batch) * c.seqlen_q * c.heads * c.headdim;
+  Buffer in(n * 2);
+  in.put(numbers<cutlass::bfloat16_t>(n, 1));
+  std::vector<std::vector<uint16_t>> results(4);
+  std::vector<std::thread> crew;
+  for (auto& result : results)
+    crew.emplace_back([&] {
+      Buffer out(n * 2), workspace(16);
+      workspace.zero();
+      cudaStream_t stream;
+      CUDA(cudaStreamCreate(&stream));
+      const fah_forward_args f{in.data(), in.data(), in.data(), out.data(), nullptr, workspace.data()};
+      for (int i = 0; i < 20; ++i)
+        if (fah_forward(plan, &f, stream) != FAH_OK) std::fprintf(stderr, "%s\n", fah_last_error());
+      CUDA(cudaStreamSynchronize(stream));
+      CUDA(cudaStreamDestroy(stream));
+      result = out.get<uint16_t>();
+    });
+  for (auto& one : crew) one.join();
+  for (const auto& result : results) CHECK(result == results[0]);
+  fah_plan_destroy(plan);
+}
+
+// The host's time of one call, the least of many rounds; the device's work is tiny.
+void host_time(const char* backend) {
+  const Case c{backend, 1, 128, 128, 1, 1, 64, {-1, 0}, false, false};
+  fah_plan* plan = nullptr;
+  if (!plan_for(problem_of<cutlass::bfloat16_t>(c, FAH_FORWARD), &plan, "host time")) return;
+  const size_t n = 128 * 64;
+  Buffer in(n * 2), out(n * 2), workspace(16);
+  in.put(numbers<cutlass::bfloat16_t>(n, 1));
+  workspace.zero();
+  const fah_forward_args f{in.data(), in.data(), in.data(), out.data(), nullptr, workspace.data()};
+  double least = 1e9;
+  for (int round = 0; round < 30; ++round) {
+    CUDA(cudaDeviceSynchronize());
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < 200; ++i) fah_forward(plan, &f, nullptr);
+    const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
+    least = std::min(least, took.count() / 200);
+  }
+  CUDA(cudaDeviceSynchronize());
+  std::printf("host time of a forward call: %.2f us\n", least);
+  CHECK(least <= 5);
+  fah_plan_destroy(plan);
+}
+
+}  // namespace
+
+// The argument is a backend; otherwise the one of the device.
+int main(int words, char** word) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    std::puts("skipped: no GPU here");
+    return test::kSkipped;
+  }
+  cudaDeviceProp device;
+  CUDA(cudaGetDeviceProperties(&device, 0));
+  const bool hopper = device.major == 9 && device.minor == 0;
+  const char* backend = words > 1 ? word[1] : hopper ? "sm90" : "sm80";
+  std::printf("%s, sm_%d%d, backend %s\n", device.name, device.major, device.minor, backend);
+  for (int headdim : {64, 128})
+    for (reference::Window window : {reference::Window{-1, -1}, {-1, 0}, {100, 7}})
+      for (const Case& c : {
+               Case{backend, 2, 257, 257, 4, 2, headdim, window, true, false},
+               Case{backend, 1, 130, 400, 2, 2, headdim, window, false, true},
+               Case{backend, 1, 300, 190, 2, 1, headdim, window, false, false},
+               Case{backend, 1, 1100, 1100, 1, 1, headdim, window, false, false},
+           }) {
+        compare<cutlass::bfloat16_t>(c, "bf16", std::ldexp(1, -8));
+        compare<cutlass::half_t>(c, "fp16", std::ldexp(1, -11));
+      }
+  threads(backend);
+  host_time(backend);
+  for (const std::string& name : ran) std::printf("ran %s\n", name.c_str());
+  for (const std::string& name : left_out) std::printf("not in this library: %s\n", name.c_str());
+  CHECK(!ran.empty());
+  return test::checked();
+}
