@@ -8,7 +8,9 @@ fails: a session that could not test the kernel must not end green.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +81,19 @@ def kernels():
 
     variants = [*cases.variants(sm90.FORWARD), *cases.variants(sm90.BACKWARD)]
     return jit.warmup([*variants, *cases.other_variants(sm90.FORWARD)])
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    """bench/fp8_accuracy.py: the input sets and recipes of the acceptance numbers."""
+    bench = str(Path(__file__).resolve().parents[1] / "bench")
+    sys.path.insert(0, bench)
+    try:
+        yield importlib.import_module("fp8_accuracy")
+    finally:
+        sys.path.remove(bench)
+        for name in ("fp8_accuracy", "record"):
+            sys.modules.pop(name, None)
 
 
 class Poison:

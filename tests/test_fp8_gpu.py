@@ -4,11 +4,8 @@ quantize.py and the emulation run on the CPU: their divisions are IEEE's there, 
 reciprocal.
 """
 
-import importlib
 import itertools
 import math
-import pathlib
-import sys
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from . import cases, oracle
 pytestmark = pytest.mark.gpu
 
 INF, NAN = float("inf"), float("nan")
-BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -54,18 +50,6 @@ def variants():
 def kernels():
     """In place of all Hopper kernels: those of this file, compiled by every core."""
     return jit.warmup(variants())
-
-
-@pytest.fixture(scope="module")
-def accuracy():
-    """bench/fp8_accuracy.py: the input sets of the acceptance numbers."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        yield importlib.import_module("fp8_accuracy")
-    finally:
-        sys.path.remove(str(BENCH))
-        for name in ("fp8_accuracy", "record"):
-            sys.modules.pop(name, None)
 
 
 def qkv(shape=SHAPES[0], dims=(64, 64), dtype=torch.bfloat16):

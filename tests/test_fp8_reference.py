@@ -1,10 +1,7 @@
 """FP8 attention in emulation: its definition, its accuracy against float64, the hardware's accumulator, gradients."""
 
 import functools
-import importlib
 import math
-import pathlib
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,7 +14,6 @@ from flashattn_hopper.spec.mask import Band
 from . import oracle
 
 INF, NAN = float("inf"), float("nan")
-BENCH = pathlib.Path(__file__).resolve().parents[1] / "bench"
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -32,18 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def accuracy():
-    """bench/fp8_accuracy.py: the input sets and recipes of the committed table."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        yield importlib.import_module("fp8_accuracy")
-    finally:
-        sys.path.remove(str(BENCH))
-        for name in ("fp8_accuracy", "record"):
-            sys.modules.pop(name, None)
 
 
 def qkv(seqlen_q=130, seqlen_k=200, headdim=32, headdim_v=24, batch=2, heads=4, heads_kv=2, dtype=torch.float32):
