@@ -280,23 +280,23 @@ def layout_note(tensor) -> str | None:
 _tickets: dict[tuple[int | None, int], torch.Tensor] = {}
 
 
-def tickets(device: torch.device) -> torch.Tensor:
-    """The zeroed (2,) int32 counters of the current stream; every kernel leaves them zero again.
+def tickets(device: torch.device, count: int = 2) -> torch.Tensor:
+    """Zeroed int32 counters of the current stream, `count` or more; every kernel leaves them zero again.
 
     Invariant: two launches that may overlap never share counters. Launches on one stream do not overlap; two graphs
     captured on one stream may be replayed side by side, so a captured launch gets counters of its own.
     """
     if _capturing is not None and _capturing():
-        return _new_counters(device)
+        return _new_counters(device, count)
     key = (device.index, _raw_stream(device.index))
     counters = _tickets.get(key)
-    if counters is None:
-        counters = _tickets.setdefault(key, _new_counters(device))
+    if counters is None or counters.numel() < count:
+        counters = _tickets[key] = _new_counters(device, max(count, 1024))
     return counters
 
 
-def _new_counters(device):
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def _new_counters(device, count):
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 # Calls without a compiled kernel

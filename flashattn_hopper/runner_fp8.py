@@ -18,7 +18,7 @@ from .kernels.sm90.specs import QUANTIZER
 from .quantize import E4M3, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
 from .spec.problem import BWD, FP8_FEATURES, AttentionProblem, QuantizeTraits
 
-_CHUNK, _MOST_CHUNKS = 256, 64  # as in kernels/sm90/quantize.py
+_CHUNK, _MOST_CHUNKS = 128, 64  # as in kernels/sm90/quantize.py
 
 
 class Codes(NamedTuple):
@@ -107,11 +107,17 @@ def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> Codes:
         new(torch.float32, batch, heads, seqlen_q) if smooth_k else None,
     )
     chunks = min(-(-seqlen_k // _CHUNK), _MOST_CHUNKS)
-    workspace = new(torch.float32, batch * heads_kv * chunks * (1 + headdim))
-    addresses = [None if x is None else x.data_ptr() for x in (*codes, workspace)]
+    workspace = new(torch.float32, _workspace(batch * heads_kv, chunks, headdim))
+    counters = runner.tickets(q.device, batch * heads_kv)
+    addresses = [None if x is None else x.data_ptr() for x in (*codes, workspace, counters)]
     with torch.cuda.device(q.device):
         fn((q, k, v, *addresses))
     return codes
+
+
+def _workspace(heads: int, chunks: int, headdim: int) -> int:
+    """float32 of the quantizer's workspace, `heads` in all of the batch."""
+    return -(-heads * chunks // 4) * 4 + heads * chunks * headdim
 
 
 def from_scaled(q: BlockScaled, k: BlockScaled, v: BlockScaled) -> Codes:

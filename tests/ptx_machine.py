@@ -23,6 +23,7 @@ import torch
 _BITS = {"16": np.uint32, "32": np.uint32, "64": np.uint64}  # 16-bit registers live in wider ones
 _SIGNED = {np.uint32: np.int32, np.uint64: np.int64}
 _SPECIAL = ("%tid.x", "%ctaid.x", "%laneid")
+_LOGIC = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 _COMPARE = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
@@ -96,7 +97,7 @@ class _Block:
         self.code, self.labels, self.parameters, self.memory = code, labels, parameters, memory
         self.threads = threads
         self.at = np.zeros(threads, np.int64)
-        self.shared = np.full(1 << 16, 0xEE, np.uint8)
+        self.shared = np.full(227 << 10, 0xEE, np.uint8)
         tid = np.arange(threads, dtype=np.uint32)
         self.registers = dict(zip(_SPECIAL, (tid, np.full_like(tid, block), tid % 32)))
         self.registers["__dynamic_shmem__0"] = np.zeros_like(tid)
@@ -113,6 +114,8 @@ class _Block:
                 self.at[active] = self.labels[operands[0]]
             elif words[0] == "ret":
                 self.at[active] = end
+            elif words[0] in ("fence", "membar"):
+                pass  # every access is seen at once
             elif words[0] == "bar":
                 assert (active | (self.at >= end)).all(), "a barrier that some threads miss"
             elif active.any():
@@ -140,7 +143,7 @@ class _Block:
             return
         values = [self.get(x, kind) for x in operands[1:]]
         if last == "pred":
-            result = {"and": operator.and_, "or": operator.or_}[name](*values)
+            result = _LOGIC[name](*values)
         elif last == "f32":
             result = _float(name, *(x.view(np.float32) for x in values))
         elif words == ["max", "u16x2"]:
@@ -172,12 +175,26 @@ class _Block:
         for i, source in enumerate(sources):
             target[places + 4 * i] = self.get(source)[active].copy().view(np.uint8).reshape(-1, 4)
 
+    def do_atom(self, words, operands, active, kind):
+        """Additions of one word, lane by lane."""
+        assert words[-2:] == ["add", "s32"] or "add" in words, words
+        base, offset = _address(operands[1])
+        before = np.zeros(self.threads, np.uint32)
+        for lane in np.flatnonzero(active):
+            address = self.get(base)[lane : lane + 1].astype(np.int64) + offset
+            self.memory.check(address, 4)
+            word = self.memory.bytes[address[0] : address[0] + 4].view(np.uint32)
+            before[lane] = word[0]
+            word[0] += self.get(operands[2])[lane]
+        self.put(operands[0], before, active)
+
     def places(self, words, base, offset, count, active):
         assert words[-1] == "b32", words
         addresses = self.get(base)[active].astype(np.int64) + offset
-        if words[1] == "global":
+        inside = "global" in words
+        if inside:
             self.memory.check(addresses, 4 * count)
-        return addresses[:, None] + np.arange(4), self.memory.bytes if words[1] == "global" else self.shared
+        return addresses[:, None] + np.arange(4), self.memory.bytes if inside else self.shared
 
     def do_shfl(self, words, operands, active, kind):
         warps = active.reshape(-1, 32)
@@ -229,6 +246,8 @@ def _bits(x):
 def _float(name, *x):
     if name == "neg":
         return x[0].view(np.uint32) ^ np.uint32(1 << 31)
+    if name == "abs":
+        return x[0].view(np.uint32) & np.uint32(0x7FFFFFFF)
     if name == "fma":
         a, b, c = (y.astype(np.longdouble) for y in x)
         return _bits(a * b + c)
@@ -251,8 +270,8 @@ def _integer(words, kind, values):
             result = a << places
         else:
             result = (a.view(_SIGNED[kind]) >> places.view(_SIGNED[kind])).view(kind) if last[0] == "s" else a >> places
-    elif name in ("and", "or"):
-        result = {"and": operator.and_, "or": operator.or_}[name](*values)
+    elif name in _LOGIC:
+        result = _LOGIC[name](*values)
     else:
         signed = last[0] == "s" and last != "s16"
         a, b = values[:2]

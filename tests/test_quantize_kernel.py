@@ -14,6 +14,9 @@ from flashattn_hopper.spec.problem import QuantizeTraits
 
 from .ptx_machine import Machine
 
+pytest.importorskip("cutlass")
+from flashattn_hopper.kernels.sm90.quantize import AHEAD  # noqa: E402
+
 pytestmark = pytest.mark.compile
 
 INF, NAN = float("inf"), float("nan")
@@ -35,7 +38,7 @@ def qkv(shape=PLAIN, dims=(64, 64), dtype=torch.bfloat16):
 
 
 def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.Codes:
-    """The three launches as the host half of the kernel makes them; outputs lie between gaps and start poisoned."""
+    """The launch as the host half of the kernel makes it; outputs lie between gaps and start poisoned."""
     (batch, seqlen_q, heads, headdim), (_, seqlen_k, heads_kv, headdim_v) = q.shape, v.shape
     traits = QuantizeTraits(WORDS[q.dtype], headdim, headdim_v, hadamard, smooth_k, int8_qk)
     machine = Machine(ptx(traits))
@@ -55,21 +58,22 @@ def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.C
         outputs += [(torch.float32, batch, heads_kv, headdim), (torch.float32, batch, heads, seqlen_q)]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, *shape in outputs]
     addresses = [memory.empty(size) for size in sizes]
-    workspace = memory.empty(4 * per_head * chunks * (1 + headdim))
+    workspace = memory.empty(4 * runner_fp8._workspace(per_head, chunks, headdim))
+    counters = memory.add(torch.zeros(per_head, dtype=torch.int32))
     tensor = lambda x: struct.pack("<Q4i3q", memory.add(x), *x.shape, *x.stride()[:3])
-    parameters = [
-        *map(tensor, (q, k, v)),
-        *(struct.pack("<Q", address) for address in (*addresses, workspace, workspace + 4 * per_head * chunks)),
-        *(struct.pack("<i", number) for number in (chunk, chunks)),
-    ]
+    sums = workspace + 16 * blocks(per_head * chunks, 4)
     lanes = lambda width: 1 << (blocks(width, 16) - 1).bit_length()
     threads = 32 * max(lanes(headdim), lanes(headdim_v))
-    k_blocks, v_blocks = tiles * per_head, blocks(tiles, threads // headdim_v) * per_head
-    machine.launch("sums", chunks * per_head, 256, parameters)
-    machine.launch("means", per_head, 256, parameters)
-    counts = [struct.pack("<i", n) for n in (k_blocks, v_blocks)]
-    q_blocks = blocks(seqlen_q, TILE) * heads * batch
-    machine.launch("codes", k_blocks + v_blocks + q_blocks, threads, parameters + counts)
+    lead = min(chunks + AHEAD // (chunk * 2 * (headdim + headdim_v)), chunks * per_head)
+    q_blocks = blocks(seqlen_q, TILE) * (heads // heads_kv)
+    order = lead, chunks, tiles, blocks(tiles, threads // (2 * headdim_v)), q_blocks, per_head
+    parameters = [
+        *map(tensor, (q, k, v)),
+        *(struct.pack("<Q", address) for address in (*addresses, workspace, counters, sums)),
+        *(struct.pack("<i", number) for number in (chunk, *order)),
+    ]
+    machine.launch("kernel", lead + per_head * sum(order[1:5]), threads, parameters)
+    assert not memory.read(counters, 4 * per_head).any(), "a counter is not left at zero"
     found = [memory.read(a, n).view(dtype).view(shape) for a, n, (dtype, *shape) in zip(addresses, sizes, outputs)]
     return runner_fp8.Codes(*found)
 

@@ -48,7 +48,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(jit, "compiled", compiled)
     monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(planner, "num_sms", lambda device: 132)
-    monkeypatch.setattr(runner, "tickets", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(runner, "tickets", lambda device, count=2: torch.zeros(count, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(api, "_calls", runner.Memo())
     monkeypatch.setattr(ops, "_prepared", runner.Memo())

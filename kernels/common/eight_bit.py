@@ -28,8 +28,18 @@ def divide(a, b):
 
 
 def reciprocal(x):
-    """1 / x as IEEE rounds it."""
-    return Float32(_asm(T.f32(), "rcp.rn.f32 $0, $1;", "=f,f", Float32(x)))
+    """1 / x as IEEE rounds it, where neither is below 2^-126 or infinite: one Newton step from the approximate one."""
+    text = (
+        "{ .reg .f32 r, e, n; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000; "
+        "fma.rn.f32 $0, e, r, r; }"
+    )
+    return Float32(_asm(T.f32(), text, "=f,f", Float32(x)))
+
+
+def sum_of_magnitudes(a, b):
+    """|a| + |b|, which is the larger of |a + b| and |a - b|, all of them rounded."""
+    text = "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; add.rn.f32 $0, a, b; }"
+    return Float32(_asm(T.f32(), text, "=f,f,f", Float32(a), Float32(b)))
 
 
 def multiply(a, b):
@@ -104,9 +114,11 @@ def max_halves(a, b):
     return Int32(_asm(T.i32(), "max.u16x2 $0, $1, $2;", "=r,r,r", Int32(a), Int32(b)))
 
 
-def scale_of(top, largest):
-    """The scale of a block from its largest magnitude, as `magnitude` gives it. NaN where that is not finite."""
-    scale = divide(float_of(top), Float32(largest))
+def scale_of(top, largest, factor=1.0):
+    """The scale of a block from its largest magnitude over `factor`, as `magnitude` gives it. NaN where that is not
+    finite."""
+    # Why not a division: an exact quotient of what is not tiny is all that counts, by a number known to the compiler.
+    scale = quotient(float_of(top) * factor, Float32(largest), Float32(1.0 / largest))
     scale = cutlass.select_(scale < TINY, Float32(1.0), scale)
     return Float32(cutlass.select_(top < 0x7F800000, scale, float_of(Int32(0x7FC00000))))
 

@@ -83,4 +83,5 @@ class QuantizeOperands(NamedTuple):
     v_descale: Any  # address of (B, Hk) float32
     k_mean: Any  # address of (B, Hk, D) float32; None without smooth_k
     logit_offset: Any  # address of (B, Hq, Sq) float32: q . mean(k); None without smooth_k
-    workspace: Any  # address of float32: for each head and chunk of keys a peak of V, then D sums of K
+    workspace: Any  # address of float32: for each head and chunk of keys a peak of V; from a multiple of 4, D sums of K
+    counters: Any  # address of (B, Hk) int32, zero; the kernel leaves them zero

@@ -1,14 +1,15 @@
-"""sm90.quantize: FP16 or BF16 q, k, v to FP8 operands of the forward, in three launches of one call.
+"""sm90.quantize: FP16 or BF16 q, k, v to FP8 operands of the forward, in one launch.
 
-    sums    a thread block for each chunk of keys and kv head: sums of K over the keys, largest magnitude of V
-    means   a thread block for each kv head: mean of K, scale of V
+    sums    a thread block for each chunk of keys and kv head: sums of K over the keys, largest magnitude of V; the last
+            block of a head adds them up: mean of K, scale of V
     codes   a thread block for each 128 rows of q or k and head, or some 128-key tiles of v
 
     K, Q:   subtract the mean (K) | signs, Hadamard | largest magnitude of a row (Q) or tile (K) | divide, round, store
     V:      divide, round, transpose in registers, keys of 16 in the order that the product P V takes them in
 
-K and V are read twice, because mean and scale of a head must be known before its first code; Q is read once. What the
-second reading of K and V finds in L2 is why `codes` starts with them. docs/kernels/sm90_fp8.md has the layouts.
+K and V are read twice, because mean and scale of a head must be known before its first code; Q is read once. `Order`
+lets the sums run ahead of the codes by so little that the second reading finds K and V in L2, and by so much that codes
+seldom wait. docs/kernels/sm90_fp8.md has the layouts.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir import ir
 from cutlass.cute.runtime import make_fake_stream
+from cutlass.cutlass_dsl import T
 from cutlass.memory import SmemAllocator
 
 from ..common.convert import ELEMENT
@@ -34,15 +37,50 @@ from ..common.eight_bit import (
     scale_of,
 )
 from ..common.operands import QuantizeOperands
-from ..common.rotation import PER_LANE, NoRotation, Rotation
+from ..common.rotation import OCTET, PER_LANE, NoRotation, Rotation, columns_of
 from ..common.tensors import at, fake_operand
 
-TILE = 128  # keys that share a scale, and rows of one block of `codes`
-CHUNK, MOST_CHUNKS = 256, 64  # keys that one block of `sums` takes at least, and blocks of a head at most
-THREADS = 256  # of `sums` and `means`
+TILE = 128  # keys that share a scale, and rows of one block of codes
+CHUNK, MOST_CHUNKS = 128, 64  # keys of one block of sums at least, and such blocks of a head at most
+AHEAD = 10 << 20  # bytes of K and V by which sums are ahead of the codes of whole heads
 RESIDENT = 512  # threads of a multiprocessor at least: 128 registers for each
-SMEM_PERCENT = 10  # of a multiprocessor's memory as shared memory: more than RESIDENT threads need
-UNROLL = 4  # rows that a thread of `sums` has in flight
+KEPT = 2  # rows of K that a thread keeps in registers while the scale of the tile is not known; others are in smem
+SMEM_PERCENT = 50  # of a multiprocessor's memory as shared memory
+UNROLL = 8  # rows that a thread of the sums has in flight
+
+
+class Order(NamedTuple):
+    """Which block does what. Of one kv head: `chunks` blocks of sums, k + v + q blocks of codes, evenly mixed.
+
+    Sums are `lead` blocks ahead, at least a head. A block of codes waits for blocks with a lower index only, which a GPU
+    starts before it: nobody waits for a block that cannot start.
+    """
+
+    lead: Int32
+    chunks: Int32
+    k: Int32
+    v: Int32
+    q: Int32
+    heads: Int32  # kv heads of all batch entries
+
+    def blocks(self):
+        return self.lead + self.heads * self.per_head()
+
+    def codes(self):
+        return self.k + self.v + self.q
+
+    def per_head(self):
+        return self.chunks + self.codes()
+
+    def place(self, linear):
+        """(whether sums, index among all blocks of sums, head, index among its blocks of codes)"""
+        slot = cutlass.max(linear - self.lead, 0)
+        head = slot // self.per_head()
+        r = slot - head * self.per_head()
+        before, now = (x * self.chunks // self.per_head() for x in (r, r + 1))
+        early = linear < self.lead
+        chunk = cutlass.select_(early, linear, self.lead + head * self.chunks + before)
+        return early | (now > before), chunk, head, r - before
 
 
 class Device(NamedTuple):
@@ -58,9 +96,10 @@ class Device(NamedTuple):
     k_mean: Any
     logit_offset: Any
     peaks: Int64
+    counters: Int64
     sums: Int64
     chunk: Int32  # keys of a chunk
-    chunks: Int32
+    order: Order
 
 
 def floats(address, n):
@@ -69,6 +108,24 @@ def floats(address, n):
 
 def put(address, value):
     floats(address, 1)[0] = value
+
+
+def load(kind, address, n, cop):
+    """n neighbouring 32-bit values in one load."""
+    element = T.f32() if kind is Float32 else T.i32()
+    vector = cute.arch.load(at(kind, address, 4 * n), ir.VectorType.get([n], element), cop=cop)
+    return cute.TensorSSA(vector, n, kind)
+
+
+def load_one(kind, address, cop):
+    return cute.arch.load(at(kind, address, 4), kind, cop=cop)
+
+
+def store(address, words):
+    """As many neighbouring words in one store that leaves L2 first."""
+    n = cute.size(words)
+    vector = words.load().ir_value()
+    cute.arch.store(at(Int32, address, 4 * n), vector, cop="cs")
 
 
 def lanes_for(headdim):
@@ -82,11 +139,14 @@ class Quantize:
         self.dtype = ELEMENT[traits.dtype]
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
         self.code = "int8" if traits.int8_qk else "e4m3"
+        self.block = self.headdim & -self.headdim if traits.hadamard else PER_LANE
         self.lanes = lanes_for(self.headdim)
         self.threads = 32 * max(self.lanes, lanes_for(self.headdim_v))
         self.rows = self.threads // self.lanes  # that a block holds at once
         if self.rows > TILE:
             raise ValueError(f"{traits.slug}: headdim_v is more than four times headdim")
+        self.per_thread = TILE // self.rows
+        self.parked = max(self.per_thread - KEPT, 0)
 
     def arguments(self):
         B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
@@ -94,7 +154,7 @@ class Quantize:
         smooth = Int64(0) if self.traits.smooth_k else None
         operands = QuantizeOperands(
             operand(Sq, Hq, D), operand(Sk, Hk, D), operand(Sk, Hk, Dv),
-            *[Int64(0)] * 6, k_mean=smooth, logit_offset=smooth, workspace=Int64(0),
+            *[Int64(0)] * 6, k_mean=smooth, logit_offset=smooth, workspace=Int64(0), counters=Int64(0),
         )  # fmt: skip
         return operands, make_fake_stream(use_tvm_ffi_env_stream=True)
 
@@ -104,73 +164,124 @@ class Quantize:
         batch, seqlen_k, heads_kv, _ = ops.k.shape
         _, seqlen_q, heads, _ = ops.q.shape
         chunk = cute.ceil_div(cute.ceil_div(seqlen_k, MOST_CHUNKS), CHUNK) * CHUNK
-        chunks = cute.ceil_div(seqlen_k, chunk)
-        dev = Device(
-            *ops[:11], ops.workspace, ops.workspace + Int64(batch * heads_kv * chunks) * 4, Int32(chunk), Int32(chunks)
+        chunks, tiles = cute.ceil_div(seqlen_k, chunk), cute.ceil_div(seqlen_k, TILE)
+        ahead = Int32(AHEAD) // (chunk * (2 * (self.headdim + self.headdim_v)))
+        order = Order(
+            lead=Int32(cutlass.min(chunks + ahead, chunks * heads_kv * batch)),
+            chunks=Int32(chunks),
+            k=Int32(tiles),
+            v=Int32(cute.ceil_div(tiles, self.tiles_of_v())),
+            q=Int32(cute.ceil_div(seqlen_q, TILE) * (heads // heads_kv)),
+            heads=Int32(heads_kv * batch),
         )
-        tiles = cute.ceil_div(seqlen_k, TILE)
-        k_blocks = tiles * heads_kv * batch
-        v_blocks = cute.ceil_div(tiles, self.threads // self.headdim_v) * heads_kv * batch
-        q_blocks = cute.ceil_div(seqlen_q, TILE) * heads * batch
+        sums = ops.workspace + Int64(cute.ceil_div(order.heads * order.chunks, 4)) * 16
+        dev = Device(*ops[:11], ops.workspace, ops.counters, sums, Int32(chunk), order)
         # Why a carveout: for several resident blocks the compiler would otherwise ask the driver, if there is one.
-        launch = lambda kernel, blocks, threads: kernel.launch(
-            grid=[blocks, 1, 1], block=[threads, 1, 1], stream=stream,
-            min_blocks_per_mp=RESIDENT // threads, preferred_smem_carveout=SMEM_PERCENT,
+        self.kernel(dev).launch(
+            grid=[order.blocks(), 1, 1], block=[self.threads, 1, 1], stream=stream,
+            min_blocks_per_mp=max(RESIDENT // self.threads, 1), preferred_smem_carveout=SMEM_PERCENT,
         )  # fmt: skip
-        launch(self.sums(dev), chunks * heads_kv * batch, THREADS)
-        launch(self.means(dev), heads_kv * batch, THREADS)
-        launch(self.codes(dev, Int32(k_blocks), Int32(v_blocks)), k_blocks + v_blocks + q_blocks, self.threads)
+
+    def tiles_of_v(self):
+        """Tiles of V of one block: 8 groups of 16 keys by headdim_v / 4 columns."""
+        return self.threads // (2 * self.headdim_v)
 
     # ------------------------------------------------------------------------------------------------ addresses
-    def split(self, linear, blocks, heads):
-        """(block, head, batch) of a linear index, blocks of one head next to each other."""
-        head_batch = linear // blocks
-        batch = head_batch // heads
-        return linear - head_batch * blocks, head_batch - batch * heads, batch
-
-    def eight(self, tensor, batch, row, head, column):
-        """Eight neighbouring elements as four words, one load; every stride but the last is a multiple of them."""
+    def words(self, tensor, batch, row, head, column, n, cop):
+        """2n neighbouring elements as words, one load; every stride but the last is a multiple of 16 bytes."""
         where = (Int64(batch), Int64(row), Int64(head), Int64(column))
         pointer = tensor.iterator + cute.crd2idx(where, tensor.layout)
-        return cute.make_tensor(at(Int32, pointer.toint(), 16), cute.make_layout(4)).load()
+        return load(Int32, pointer.toint(), n, cop)
 
-    # ------------------------------------------------------------------------------------------- sums and means
+    # --------------------------------------------------------------------------------------------------- order
     @cute.kernel
-    def sums(self, dev: Device):
-        _, seqlen_k, heads_kv, _ = dev.mK.shape
-        tidx, linear = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        c, head, batch = self.split(linear, dev.chunks, heads_kv)
-        begin = c * dev.chunk
-        end = cutlass.min(begin + dev.chunk, seqlen_k)
-
+    def kernel(self, dev: Device):
         @cute.struct
         class Smem:
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * 8], 16]
-            peaks: cute.struct.MemRange[Int32, THREADS // 32]
+            floats: cute.struct.Align[
+                cute.struct.MemRange[Float32, self.threads * max(8, self.parked * PER_LANE)], 16
+            ]
+            peaks: cute.struct.MemRange[Int32, 32]
 
         st = SmemAllocator().allocate(Smem)
-        peaks = st.peaks.get_tensor(cute.make_layout(THREADS // 32))
+        peaks = st.peaks.get_tensor(cute.make_layout(32))
+        order = dev.order
+        is_sums, chunk, head_batch, index = order.place(cute.arch.block_idx()[0])
+        heads_kv = dev.mK.shape[2]
+        batch = head_batch // heads_kv
+        head = head_batch - batch * heads_kv
+        if is_sums:
+            if chunk < order.chunks * order.heads:
+                self.sums(dev, chunk, st.floats.data_ptr(), peaks)
+        else:
+            done = Int32(0)
+            if index < order.k:
+                done = self.keys(dev, batch, head, index, st.floats.data_ptr(), peaks)
+            elif index < order.k + order.v:
+                done = self.values(dev, batch, head, index - order.k)
+            else:
+                done = self.queries(dev, batch, head, index - order.k - order.v)
+            # The last one of a head leaves its counter at zero.
+            if done == order.chunks + order.codes():
+                cute.arch.store(self.counter(dev, head_batch), Int32(0))
+
+    def counter(self, dev, head_batch):
+        """Blocks of sums that are done; then one more: mean and scale are known; then blocks that have seen that."""
+        return at(Int32, dev.counters + Int64(head_batch) * 4, 4)
+
+    @cute.jit
+    def wait(self, dev, batch, head):
+        """Until mean and scale of the head are known. In thread 0, what the counter was before this block; else 0."""
+        done = Int32(0)
+        if cute.arch.thread_idx()[0] == 0:
+            counter = self.counter(dev, batch * dev.mK.shape[2] + head)
+            seen = Int32(0)
+            while seen <= dev.order.chunks:
+                seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            done = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+        cute.arch.barrier()
+        return done
+
+    # ---------------------------------------------------------------------------------------------------- sums
+    def rows_of_sums(self, tensor, width, batch, head, begin, end, i):
+        """This thread's rows of step i of a chunk, eight columns of each: their words, and whether they are inside."""
+        tidx = cute.arch.thread_idx()[0]
+        at_once = self.threads // width
+        unroll = min(UNROLL, -(-CHUNK // at_once))
+        rows = [begin + (i * unroll + u) * at_once + tidx // width for u in range(unroll)]
+        column = tidx % width * 8
+        words = [self.words(tensor, batch, cutlass.min(row, end - 1), head, column, 4, "ca") for row in rows]
+        return words, [row < end for row in rows]
+
+    def steps(self, width, begin, end):
+        at_once = self.threads // width
+        return cute.ceil_div(end - begin, at_once * min(UNROLL, -(-CHUNK // at_once)))
+
+    @cute.jit
+    def sums(self, dev, linear, floats_smem, peaks):
+        _, seqlen_k, heads_kv, _ = dev.mK.shape
+        tidx = cute.arch.thread_idx()[0]
+        head_batch = linear // dev.order.chunks
+        batch = head_batch // heads_kv
+        head = head_batch - batch * heads_kv
+        begin = (linear - head_batch * dev.order.chunks) * dev.chunk
+        end = cutlass.min(begin + dev.chunk, seqlen_k)
         if const_expr(self.traits.smooth_k):
             width = self.headdim // 8
-            at_once = THREADS // width
-            own, column = tidx // width, tidx % width * 8
+            at_once = self.threads // width
             total = cute.make_rmem_tensor(8, Float32)
             total.fill(0.0)
-            for i in cutlass.range(cute.ceil_div(end - begin, at_once * UNROLL), unroll=1):
-                first = begin + i * (at_once * UNROLL) + own
-                loaded = [
-                    self.eight(dev.mK, batch, cutlass.min(first + u * at_once, end - 1), head, column)
-                    for u in range(UNROLL)
-                ]
-                for u in cutlass.range_constexpr(UNROLL):
-                    inside = first + u * at_once < end
-                    for j in cutlass.range_constexpr(8):
-                        value = half_of(loaded[u][j // 2], j % 2, self.dtype)
-                        total[j] = total[j] + cutlass.select_(inside, value, Float32(0.0))
-            parts = st.parts.get_tensor(cute.make_layout((8, width, at_once)))
+            for i in cutlass.range(self.steps(width, begin, end), unroll=1):
+                loaded, inside = self.rows_of_sums(dev.mK, width, batch, head, begin, end, i)
+                for u in cutlass.range_constexpr(len(loaded)):
+                    for j in cutlass.range_constexpr(4):
+                        word = cutlass.select_(inside[u], loaded[u][j], Int32(0))
+                        for side in cutlass.range_constexpr(2):
+                            total[2 * j + side] = total[2 * j + side] + half_of(word, side, self.dtype)
+            parts = cute.make_tensor(floats_smem, cute.make_layout((8, width, at_once)))
             if tidx < width * at_once:
                 for j in cutlass.range_constexpr(8):
-                    parts[j, tidx % width, own] = total[j]
+                    parts[j, tidx % width, tidx // width] = total[j]
             cute.arch.barrier()
             if tidx < self.headdim:
                 column_sum = Float32(0.0)
@@ -179,80 +290,82 @@ class Quantize:
                 put(dev.sums + (Int64(linear) * self.headdim + tidx) * 4, column_sum)
         # V: 16-bit magnitudes order as integers, two in a word, NaN above infinity above the rest.
         width = self.headdim_v // 8
-        at_once = THREADS // width
-        own, column = tidx // width, tidx % width * 8
         top = Int32(0)
-        for i in cutlass.range(cute.ceil_div(end - begin, at_once * UNROLL), unroll=1):
-            first = begin + i * (at_once * UNROLL) + own
-            loaded = [
-                self.eight(dev.mV, batch, cutlass.min(first + u * at_once, end - 1), head, column)
-                for u in range(UNROLL)
-            ]
-            for u in cutlass.range_constexpr(UNROLL):
+        for i in cutlass.range(self.steps(width, begin, end), unroll=1):
+            loaded, _ = self.rows_of_sums(dev.mV, width, batch, head, begin, end, i)
+            for u in cutlass.range_constexpr(len(loaded)):
                 for j in cutlass.range_constexpr(4):
                     top = max_halves(top, loaded[u][j] & 0x7FFF7FFF)
         top = max_over(cutlass.max(top & 0xFFFF, top >> 16), 32)
         if tidx % 32 == 0:
             peaks[tidx // 32] = top
         cute.arch.barrier()
+        counter = self.counter(dev, head_batch)
         if tidx == 0:
-            for w in cutlass.range_constexpr(1, THREADS // 32):
+            for w in cutlass.range_constexpr(1, self.threads // 32):
                 top = cutlass.max(top, peaks[w])
             put(dev.peaks + Int64(linear) * 4, half_of(top, 0, self.dtype))
+            cute.arch.fence_acq_rel_gpu()
+            peaks[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+        cute.arch.barrier()
+        if peaks[0] == dev.order.chunks - 1:
+            self.means(dev, head_batch, floats_smem)
+            cute.arch.barrier()
+            if tidx == 0:
+                cute.arch.fence_acq_rel_gpu()
+                cute.arch.store(counter, dev.order.chunks + 1, sem="release", scope="gpu")
 
-    @cute.kernel
-    def means(self, dev: Device):
-        tidx, head = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0])
-        first = head * dev.chunks
+    @cute.jit
+    def means(self, dev, head_batch, floats_smem):
+        """Of one head, from all of its chunks, in an order that is always the same."""
+        tidx, chunks = cute.arch.thread_idx()[0], dev.order.chunks
+        first = Int64(head_batch) * chunks
         if const_expr(self.traits.smooth_k):
+            width = self.headdim // 4
+            at_once = self.threads // width
+            column, own = tidx % width * 4, tidx // width
+            total = cute.make_rmem_tensor(4, Float32)
+            total.fill(0.0)
+            for c in cutlass.range(own, chunks, at_once, unroll=8):
+                four = load(Float32, dev.sums + ((first + c) * self.headdim + column) * 4, 4, "cg")
+                for j in cutlass.range_constexpr(4):
+                    total[j] = total[j] + four[j]
+            parts = cute.make_tensor(floats_smem, cute.make_layout((self.headdim, at_once)))
+            if own < at_once:
+                for j in cutlass.range_constexpr(4):
+                    parts[column + j, own] = total[j]
+            cute.arch.barrier()
             if tidx < self.headdim:
-                total = Float32(0.0)
-                parts = floats(dev.sums + first * (4 * self.headdim), self.headdim * dev.chunks)
-                for c in cutlass.range(dev.chunks, unroll=4):
-                    total = total + parts[c * self.headdim + tidx]
-                mean = divide(total, Int32(dev.mK.shape[1]).to(Float32))
-                put(dev.k_mean + (head * self.headdim + tidx) * 4, mean)
+                column_sum = Float32(0.0)
+                for g in cutlass.range_constexpr(at_once):
+                    column_sum = column_sum + parts[tidx, g]
+                mean = divide(column_sum, Int32(dev.mK.shape[1]).to(Float32))
+                put(dev.k_mean + (Int64(head_batch) * self.headdim + tidx) * 4, mean)
         if tidx < 32:
             top = Int32(0)
-            peaks = floats(dev.peaks + first * 4, dev.chunks)
-            for c in cutlass.range(tidx, dev.chunks, 32, unroll=1):
-                top = cutlass.max(top, magnitude(peaks[c]))
+            for c in cutlass.range(tidx, chunks, 32, unroll=2):
+                top = cutlass.max(top, magnitude(load_one(Float32, dev.peaks + (first + c) * 4, "cg")))
             top = max_over(top, 32)
             if tidx == 0:
-                put(dev.v_descale + head * 4, scale_of(top, LARGEST["e4m3"]))
+                put(dev.v_descale + Int64(head_batch) * 4, scale_of(top, LARGEST["e4m3"]))
 
-    # ------------------------------------------------------------------------------------------------- codes
-    @cute.kernel
-    def codes(self, dev: Device, k_blocks: Int32, v_blocks: Int32):
-        @cute.struct
-        class Smem:
-            peaks: cute.struct.MemRange[Int32, 32]
-
-        peaks = SmemAllocator().allocate(Smem).peaks.get_tensor(cute.make_layout(32))
-        linear = cute.arch.block_idx()[0]
-        if linear < k_blocks:
-            self.keys(dev, linear, peaks)
-        elif linear < k_blocks + v_blocks:
-            self.values(dev, linear - k_blocks)
-        else:
-            self.queries(dev, linear - k_blocks - v_blocks)
-
+    # ------------------------------------------------------------------------------------------------- q and k
     def rotation(self, lane):
         return Rotation.of(self.headdim, lane) if self.traits.hadamard else NoRotation()
 
     def place(self):
-        """(lane of the row, first row of the tile, whether the lane has columns, its first one) of this thread."""
+        """(lane of the row, first row of the tile, whether the lane has columns, its octets' first) of this thread."""
         tidx = cute.arch.thread_idx()[0]
         lane = tidx % self.lanes
         active = lane < self.headdim // PER_LANE
-        return lane, tidx // self.lanes, active, cutlass.select_(active, lane, Int32(0)) * PER_LANE
+        return lane, tidx // self.lanes, active, columns_of(self.block, cutlass.select_(active, lane, Int32(0)))
 
-    def load(self, tensor, batch, first, head, column):
+    def load(self, tensor, batch, first, head, columns):
         """This thread's raw values of the tile: for each of its rows, PER_LANE columns. Rows past the end repeat the
         last one, which changes no maximum of the tile."""
         last = tensor.shape[1] - 1
-        rows = [cutlass.min(first + i * self.rows, last) for i in range(TILE // self.rows)]
-        return [[self.eight(tensor, batch, row, head, column + half) for half in (0, 8)] for row in rows]
+        rows = [cutlass.min(first + i * self.rows, last) for i in range(self.per_thread)]
+        return [[self.words(tensor, batch, row, head, column, 4, "cs") for column in columns] for row in rows]
 
     def unpack(self, raw, active):
         """Float32 of one row; zeros in a lane without columns, which takes part in exchanges and maxima."""
@@ -264,20 +377,20 @@ class Quantize:
             x[e] = value
         return x
 
-    def mean_of(self, dev, head_batch, column):
+    def mean_of(self, dev, head_batch, columns):
         mean = cute.make_rmem_tensor(PER_LANE, Float32)
-        source = dev.k_mean + (Int64(head_batch) * self.headdim + column) * 4
+        source = dev.k_mean + Int64(head_batch) * (self.headdim * 4)
         for e in range(0, PER_LANE, 4):
-            four = cute.make_tensor(at(Float32, source + 4 * e, 16), cute.make_layout(4)).load()
+            four = load(Float32, source + 4 * (columns[e // OCTET] + e % OCTET), 4, "ca")
             for j in range(4):
                 mean[e + j] = four[j]
         return mean
 
-    def top_of(self, x):
-        top = magnitude(x[0])
-        for e in range(1, PER_LANE):
-            top = cutlass.max(top, magnitude(x[e]))
-        return top
+    def scales(self, top, factor):
+        """(scale, the same for values that lack `factor`, its reciprocal)"""
+        scale = scale_of(top, LARGEST[self.code], factor)
+        rest = scale * (1.0 / factor)
+        return scale, rest, reciprocal(rest)
 
     def encode(self, x, scale, inverse):
         words = cute.make_rmem_tensor(PER_LANE // 4, Int32)
@@ -285,62 +398,87 @@ class Quantize:
             words[w] = PACK4[self.code](*[quotient(x[4 * w + e], scale, inverse) for e in range(4)])
         return words
 
-    def store16(self, address, words):
-        cute.make_tensor(at(Int32, address, 16), cute.make_layout(4)).store(words.load())
+    def store_row(self, address, columns, words):
+        """Codes of one row. Neighbouring octets go in one store."""
+        if const_expr(self.block == PER_LANE):
+            store(address + columns[0], words)
+        else:
+            for half in range(2):
+                two = cute.make_rmem_tensor(2, Int32)
+                two[0], two[1] = words[2 * half], words[2 * half + 1]
+                store(address + columns[half], two)
 
     @cute.jit
-    def keys(self, dev, linear, peaks):
+    def keys(self, dev, batch, head, n_block, floats_smem, peaks):
         _, seqlen_k, heads_kv, _ = dev.mK.shape
-        tiles = cute.ceil_div(seqlen_k, TILE)
-        n_block, head, batch = self.split(linear, tiles, heads_kv)
-        lane, own, active, column = self.place()
+        tidx = cute.arch.thread_idx()[0]
+        lane, own, active, columns = self.place()
         first = n_block * TILE + own
-        raw = self.load(dev.mK, batch, first, head, column)
+        raw = self.load(dev.mK, batch, first, head, columns)
         rotation = self.rotation(lane)
         head_batch = batch * heads_kv + head
-        tile, top = [], Int32(0)
-        for i in cutlass.range_constexpr(TILE // self.rows):
+        done = self.wait(dev, batch, head)
+        layout = cute.make_layout((4, self.threads, PER_LANE // 4, max(self.parked, 1)))
+        parking = cute.make_tensor(floats_smem, layout)
+        kept, top = [], Int32(0)
+        for i in cutlass.range_constexpr(self.per_thread):
             x = self.unpack(raw[i], active)
             if const_expr(self.traits.smooth_k):
-                mean = self.mean_of(dev, head_batch, column)
+                mean = self.mean_of(dev, head_batch, columns)
                 for e in cutlass.range_constexpr(PER_LANE):
                     x[e] = x[e] - mean[e]
                     if const_expr(self.lanes * PER_LANE != self.headdim):
                         x[e] = cutlass.select_(active, x[e], Float32(0.0))
-            rotation.apply(x)
-            top = cutlass.max(top, self.top_of(x))
-            tile.append(x)
+            top = cutlass.max(top, rotation.apply(x))
+            if const_expr(i < self.parked):
+                for w in cutlass.range_constexpr(PER_LANE // 4):
+                    four = cute.make_rmem_tensor(4, Float32)
+                    for j in cutlass.range_constexpr(4):
+                        four[j] = x[4 * w + j]
+                    parking[None, tidx, w, i].store(four.load())
+            else:
+                kept.append(x)
         top = max_over(top, 32)
-        warp, warps = cute.arch.warp_idx(), self.threads // 32
         if cute.arch.lane_idx() == 0:
-            peaks[warp] = top
+            peaks[tidx // 32] = top
         cute.arch.barrier()
-        for w in cutlass.range_constexpr(warps):
+        for w in cutlass.range_constexpr(self.threads // 32):
             top = cutlass.max(top, peaks[w])
-        scale = scale_of(top, LARGEST[self.code])
-        inverse = reciprocal(scale)
-        if cute.arch.thread_idx()[0] == 0:
-            put(dev.k_descale + Int64(linear) * 4, scale)
-        for i in cutlass.range_constexpr(TILE // self.rows):
+        scale, rest, inverse = self.scales(top, rotation.factor)
+        if tidx == 0:
+            put(dev.k_descale + (Int64(head_batch) * dev.order.k + n_block) * 4, scale)
+        for i in cutlass.range_constexpr(self.per_thread - 1, -1, -1):
             row = first + i * self.rows
-            words = self.encode(tile[i], scale, inverse)
+            if const_expr(i < self.parked):
+                x = cute.make_rmem_tensor(PER_LANE, Float32)
+                for w in cutlass.range_constexpr(PER_LANE // 4):
+                    four = parking[None, tidx, w, i].load()
+                    for j in cutlass.range_constexpr(4):
+                        x[4 * w + j] = four[j]
+            else:
+                x = kept[i - self.parked]
+            words = self.encode(x, rest, inverse)
             if active and row < seqlen_k:
                 place = (Int64(batch) * seqlen_k + row) * heads_kv + head
-                self.store16(dev.k8 + place * self.headdim + column, words)
+                self.store_row(dev.k8 + place * self.headdim, columns, words)
+        return done
 
     @cute.jit
-    def queries(self, dev, linear):
+    def queries(self, dev, batch, head_kv, linear):
         _, seqlen_q, heads, _ = dev.mQ.shape
-        m_block, head, batch = self.split(linear, cute.ceil_div(seqlen_q, TILE), heads)
-        lane, own, active, column = self.place()
+        heads_kv = dev.mK.shape[2]
+        m_blocks = cute.ceil_div(seqlen_q, TILE)
+        inner = linear // m_blocks
+        m_block, head = linear - inner * m_blocks, head_kv * (heads // heads_kv) + inner
+        lane, own, active, columns = self.place()
         first = m_block * TILE + own
-        raw = self.load(dev.mQ, batch, first, head, column)
+        raw = self.load(dev.mQ, batch, first, head, columns)
         rotation = self.rotation(lane)
         head_row = (Int64(batch) * heads + head) * seqlen_q
+        done = self.wait(dev, batch, head_kv)
         if const_expr(self.traits.smooth_k):
-            heads_kv = dev.mK.shape[2]
-            mean = self.mean_of(dev, batch * heads_kv + head // (heads // heads_kv), column)
-        for i in cutlass.range_constexpr(TILE // self.rows):
+            mean = self.mean_of(dev, batch * heads_kv + head_kv, columns)
+        for i in cutlass.range_constexpr(self.per_thread):
             row = first + i * self.rows
             x = self.unpack(raw[i], active)
             if const_expr(self.traits.smooth_k):
@@ -351,43 +489,52 @@ class Quantize:
                     offset = Float32(cutlass.select_(active, offset, Float32(0.0)))
                 for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                     offset = offset + cute.arch.shuffle_sync_bfly(offset, offset=1 << bit)
-            rotation.apply(x)
-            scale = scale_of(max_over(self.top_of(x), self.lanes), LARGEST[self.code])
-            words = self.encode(x, scale, reciprocal(scale))
+            scale, rest, inverse = self.scales(max_over(rotation.apply(x), self.lanes), rotation.factor)
+            words = self.encode(x, rest, inverse)
             if row < seqlen_q:
                 if active:
                     place = (Int64(batch) * seqlen_q + row) * heads + head
-                    self.store16(dev.q8 + place * self.headdim + column, words)
+                    self.store_row(dev.q8 + place * self.headdim, columns, words)
                 if lane == 0:
                     put(dev.q_descale + (head_row + row) * 4, scale)
                     if const_expr(self.traits.smooth_k):
                         put(dev.logit_offset + (head_row + row) * 4, offset)
+        return done
 
+    # ------------------------------------------------------------------------------------------------------- v
     @cute.jit
-    def values(self, dev, linear):
-        """A thread takes eight columns of 16 keys and stores 16 codes of each column."""
+    def values(self, dev, batch, head, block):
+        """A thread takes four columns of 16 keys and stores 16 codes of each column."""
         _, seqlen_k, heads_kv, _ = dev.mV.shape
-        at_once = self.threads // self.headdim_v  # tiles of a block: 8 groups of 16 keys by headdim_v / 8
         tiles = cute.ceil_div(seqlen_k, TILE)
-        block, head, batch = self.split(linear, cute.ceil_div(tiles, at_once), heads_kv)
         tidx = cute.arch.thread_idx()[0]
         group, rest = tidx % 8, tidx // 8
-        column, which = rest % (self.headdim_v // 8) * 8, rest // (self.headdim_v // 8)
-        n_block = block * at_once + which
-        if which < at_once and n_block < tiles:
-            key = n_block * TILE + group * 16
+        column, which = rest % (self.headdim_v // 4) * 4, rest // (self.headdim_v // 4)
+        n_block = block * self.tiles_of_v() + which
+        key = n_block * TILE + group * 16
+        rows = [cutlass.min(key + j, seqlen_k - 1) for j in range(16)]
+        loaded = [self.words(dev.mV, batch, row, head, column, 2, "cs") for row in rows]
+        done = self.wait(dev, batch, head)
+        if which < self.tiles_of_v() and n_block < tiles:
             head_batch = Int64(batch) * heads_kv + head
-            scale = floats(dev.v_descale + head_batch * 4, 1)[0]
-            loaded = [self.eight(dev.mV, batch, cutlass.min(key + j, seqlen_k - 1), head, column) for j in range(16)]
+            scale = load_one(Float32, dev.v_descale + head_batch * 4, "ca")
             inverse = reciprocal(scale)
             target = dev.v8 + (head_batch * self.headdim_v + column) * (tiles * TILE) + key
-            for c in cutlass.range_constexpr(8):
-                column_of = [half_of(loaded[j][c // 2], c % 2, self.dtype) for j in range(16)]
-                codes = [
-                    cutlass.select_(key + j < seqlen_k, quotient(x, scale, inverse), Float32(0.0))
-                    for j, x in enumerate(column_of)
-                ]
+            # Keys of a word. Behind the last one are zeros, whatever the scale.
+            keys = [[2 * w + e for e in (0, 1, 8, 9)] for w in range(4)]
+            inside = [self.bytes_inside([key + j < seqlen_k for j in four]) for four in keys]
+            for c in cutlass.range_constexpr(4):
                 words = cute.make_rmem_tensor(4, Int32)
                 for w in cutlass.range_constexpr(4):
-                    words[w] = PACK4["e4m3"](*[codes[2 * w + e] for e in (0, 1, 8, 9)])
-                self.store16(target + Int64(c) * (tiles * TILE), words)
+                    halves = [half_of(loaded[j][c // 2], c % 2, self.dtype) for j in keys[w]]
+                    words[w] = PACK4["e4m3"](*[quotient(x, scale, inverse) for x in halves]) & inside[w]
+                store(target + Int64(c) * (tiles * TILE), words)
+        return done
+
+    def bytes_inside(self, wanted):
+        """A mask of those bytes of a word that are wanted."""
+        mask = Int32(0)
+        for i, one in enumerate(wanted):
+            byte = 0xFF << 8 * i
+            mask = mask | cutlass.select_(one, Int32(byte - (1 << 32) if i == 3 else byte), Int32(0))
+        return mask
