@@ -142,7 +142,9 @@ class _Block:
             special(words, operands, active, kind)
             return
         values = [self.get(x, kind) for x in operands[1:]]
-        if last == "pred":
+        if words == ["not", "pred"]:
+            result = ~values[0]
+        elif last == "pred":
             result = _LOGIC[name](*values)
         elif last == "f32":
             result = _float(name, *(x.view(np.float32) for x in values))
@@ -209,8 +211,10 @@ class _Block:
     def do_mov(self, words, operands, active, kind):
         target, source = operands
         if target.startswith("{"):
+            bits = 8 * np.dtype(kind).itemsize // 2
             for i, half in enumerate(target.strip("{}").split(",")):
-                self.put(half.strip(), self.get(source) >> 16 * i & 0xFFFF, active)
+                value = self.get(source, kind) >> kind(bits * i) & kind((1 << bits) - 1)
+                self.put(half.strip(), value.astype(np.uint32), active)
         elif source.startswith("{"):
             low, high = (self.get(x.strip()) & 0xFFFF for x in source.strip("{}").split(","))
             self.put(target, low | high << 16, active)

@@ -64,15 +64,17 @@ def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.C
     sums = workspace + 16 * blocks(per_head * chunks, 4)
     lanes = lambda width: 1 << (blocks(width, 16) - 1).bit_length()
     threads = 32 * max(lanes(headdim), lanes(headdim_v))
-    lead = min(chunks + AHEAD // (chunk * 2 * (headdim + headdim_v)), chunks * per_head)
-    q_blocks = blocks(seqlen_q, TILE) * (heads // heads_kv)
-    order = lead, chunks, tiles, blocks(tiles, threads // (2 * headdim_v)), q_blocks, per_head
+    ahead = AHEAD // (chunk * 2 * (headdim + headdim_v))
+    codes = tiles, blocks(tiles, threads // (2 * headdim_v)), blocks(seqlen_q, TILE), heads // heads_kv
+    length = chunks + codes[0] + codes[1] + codes[2] * codes[3]
+    order = 1 + ahead // chunks, ahead % chunks, chunks, *codes, per_head
     parameters = [
         *map(tensor, (q, k, v)),
         *(struct.pack("<Q", address) for address in (*addresses, workspace, counters, sums)),
         *(struct.pack("<i", number) for number in (chunk, *order)),
+        struct.pack("<q", blocks(chunks << 32, length)),
     ]
-    machine.launch("kernel", lead + per_head * sum(order[1:5]), threads, parameters)
+    machine.launch("kernel", chunks + ahead + per_head * length, threads, parameters)
     assert not memory.read(counters, 4 * per_head).any(), "a counter is not left at zero"
     found = [memory.read(a, n).view(dtype).view(shape) for a, n, (dtype, *shape) in zip(addresses, sizes, outputs)]
     return runner_fp8.Codes(*found)

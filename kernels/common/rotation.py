@@ -67,7 +67,7 @@ class Rotation:
             word = Int32(cutlass.select_(lane == i, Int32(bits), word))
         signs = cute.make_rmem_tensor(PER_LANE, Float32)
         for e in range(PER_LANE):
-            signs[e] = 1.0 - (((word >> e) & 1) * 2).to(Float32)
+            signs[e] = float_of((word << 31 - e) & -0x80000000 | 0x3F800000)
         exchanges = (block // PER_LANE).bit_length() - 1
         turns = tuple(1.0 - (((lane >> i) & 1) * 2).to(Float32) for i in range(exchanges))
         return cls(block, block**-0.5 if exchanges % 2 == 0 else 1.0, signs, turns)

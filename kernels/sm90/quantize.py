@@ -52,35 +52,47 @@ UNROLL = 8  # rows that a thread of the sums has in flight
 class Order(NamedTuple):
     """Which block does what. Of one kv head: `chunks` blocks of sums, k + v + q blocks of codes, evenly mixed.
 
-    Sums are `lead` blocks ahead, at least a head. A block of codes waits for blocks with a lower index only, which a GPU
-    starts before it: nobody waits for a block that cannot start.
+    Sums are ahead by `heads_ahead` heads, one at least, and `chunks_ahead` blocks. A block of codes waits for blocks with
+    a lower index only, which a GPU starts before it: nobody waits for a block that cannot start.
     """
 
-    lead: Int32
+    heads_ahead: Int32
+    chunks_ahead: Int32  # below `chunks`
     chunks: Int32
     k: Int32
     v: Int32
-    q: Int32
+    m_blocks: Int32  # blocks of q for each query head
+    group: Int32  # query heads for each kv head
     heads: Int32  # kv heads of all batch entries
+    ratio: Int64  # chunks / per_head(), times 2^32, rounded up
+
+    def lead(self):
+        return self.heads_ahead * self.chunks + self.chunks_ahead
 
     def blocks(self):
-        return self.lead + self.heads * self.per_head()
+        return self.lead() + self.heads * self.per_head()
 
     def codes(self):
-        return self.k + self.v + self.q
+        return self.k + self.v + self.m_blocks * self.group
 
     def per_head(self):
         return self.chunks + self.codes()
 
     def place(self, linear):
-        """(whether sums, index among all blocks of sums, head, index among its blocks of codes)"""
-        slot = cutlass.max(linear - self.lead, 0)
-        head = slot // self.per_head()
-        r = slot - head * self.per_head()
-        before, now = (x * self.chunks // self.per_head() for x in (r, r + 1))
-        early = linear < self.lead
-        chunk = cutlass.select_(early, linear, self.lead + head * self.chunks + before)
-        return early | (now > before), chunk, head, r - before
+        """(whether sums, its chunk, head, index among the head's blocks of codes)"""
+        early = linear < self.lead()
+        # Why a product with a ratio: divisions are long, and any even mixture will do.
+        slot, width = cutlass.select_(early, linear, linear - self.lead()), self.per_head()
+        width = cutlass.select_(early, self.chunks, width)
+        head = slot // width
+        r = slot - head * width
+        before, now = (((Int64(x) * self.ratio) >> 32).to(Int32) for x in (r, r + 1))
+        chunk = before + self.chunks_ahead
+        over = Int32(cutlass.select_(chunk >= self.chunks, 1, 0))
+        chunk = cutlass.select_(early, r, chunk - over * self.chunks)
+        ahead = cutlass.select_(early, Int32(0), self.heads_ahead + over)
+        is_sums = early | (now > before)
+        return is_sums, chunk, cutlass.select_(is_sums, head + ahead, head), r - before
 
 
 class Device(NamedTuple):
@@ -166,14 +178,14 @@ class Quantize:
         chunk = cute.ceil_div(cute.ceil_div(seqlen_k, MOST_CHUNKS), CHUNK) * CHUNK
         chunks, tiles = cute.ceil_div(seqlen_k, chunk), cute.ceil_div(seqlen_k, TILE)
         ahead = Int32(AHEAD) // (chunk * (2 * (self.headdim + self.headdim_v)))
+        k, v = Int32(tiles), Int32(cute.ceil_div(tiles, self.tiles_of_v()))
+        m_blocks, group = Int32(cute.ceil_div(seqlen_q, TILE)), Int32(heads // heads_kv)
+        per_head = Int64(chunks + k + v + m_blocks * group)
+        ratio = ((Int64(chunks) << 32) + per_head - 1) // per_head
         order = Order(
-            lead=Int32(cutlass.min(chunks + ahead, chunks * heads_kv * batch)),
-            chunks=Int32(chunks),
-            k=Int32(tiles),
-            v=Int32(cute.ceil_div(tiles, self.tiles_of_v())),
-            q=Int32(cute.ceil_div(seqlen_q, TILE) * (heads // heads_kv)),
-            heads=Int32(heads_kv * batch),
-        )
+            Int32(1 + ahead // chunks), Int32(ahead % chunks), Int32(chunks), k, v, m_blocks, group,
+            Int32(heads_kv * batch), ratio,
+        )  # fmt: skip
         sums = ops.workspace + Int64(cute.ceil_div(order.heads * order.chunks, 4)) * 16
         dev = Device(*ops[:11], ops.workspace, ops.counters, sums, Int32(chunk), order)
         # Why a carveout: for several resident blocks the compiler would otherwise ask the driver, if there is one.
@@ -211,8 +223,8 @@ class Quantize:
         batch = head_batch // heads_kv
         head = head_batch - batch * heads_kv
         if is_sums:
-            if chunk < order.chunks * order.heads:
-                self.sums(dev, chunk, st.floats.data_ptr(), peaks)
+            if head_batch < order.heads:
+                self.sums(dev, batch, head, chunk, st.floats.data_ptr(), peaks)
         else:
             done = Int32(0)
             if index < order.k:
@@ -258,13 +270,12 @@ class Quantize:
         return cute.ceil_div(end - begin, at_once * min(UNROLL, -(-CHUNK // at_once)))
 
     @cute.jit
-    def sums(self, dev, linear, floats_smem, peaks):
+    def sums(self, dev, batch, head, chunk, floats_smem, peaks):
         _, seqlen_k, heads_kv, _ = dev.mK.shape
         tidx = cute.arch.thread_idx()[0]
-        head_batch = linear // dev.order.chunks
-        batch = head_batch // heads_kv
-        head = head_batch - batch * heads_kv
-        begin = (linear - head_batch * dev.order.chunks) * dev.chunk
+        head_batch = batch * heads_kv + head
+        linear = Int64(head_batch) * dev.order.chunks + chunk
+        begin = chunk * dev.chunk
         end = cutlass.min(begin + dev.chunk, seqlen_k)
         if const_expr(self.traits.smooth_k):
             width = self.headdim // 8
@@ -287,7 +298,7 @@ class Quantize:
                 column_sum = Float32(0.0)
                 for g in cutlass.range_constexpr(at_once):
                     column_sum = column_sum + parts[tidx % 8, tidx // 8, g]
-                put(dev.sums + (Int64(linear) * self.headdim + tidx) * 4, column_sum)
+                put(dev.sums + (linear * self.headdim + tidx) * 4, column_sum)
         # V: 16-bit magnitudes order as integers, two in a word, NaN above infinity above the rest.
         width = self.headdim_v // 8
         top = Int32(0)
@@ -304,7 +315,7 @@ class Quantize:
         if tidx == 0:
             for w in cutlass.range_constexpr(1, self.threads // 32):
                 top = cutlass.max(top, peaks[w])
-            put(dev.peaks + Int64(linear) * 4, half_of(top, 0, self.dtype))
+            put(dev.peaks + linear * 4, half_of(top, 0, self.dtype))
             cute.arch.fence_acq_rel_gpu()
             peaks[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.barrier()
@@ -326,10 +337,13 @@ class Quantize:
             column, own = tidx % width * 4, tidx // width
             total = cute.make_rmem_tensor(4, Float32)
             total.fill(0.0)
-            for c in cutlass.range(own, chunks, at_once, unroll=8):
-                four = load(Float32, dev.sums + ((first + c) * self.headdim + column) * 4, 4, "cg")
-                for j in cutlass.range_constexpr(4):
-                    total[j] = total[j] + four[j]
+            source = dev.sums + (first * self.headdim + column) * 4
+            for i in cutlass.range(cute.ceil_div(chunks, at_once * UNROLL), unroll=1):
+                places = [(i * UNROLL + u) * at_once + own for u in range(UNROLL)]
+                loaded = [load(Float32, self.part(source, c, chunks), 4, "cg") for c in places]
+                for u in cutlass.range_constexpr(UNROLL):
+                    for j in cutlass.range_constexpr(4):
+                        total[j] = total[j] + cutlass.select_(places[u] < chunks, loaded[u][j], Float32(0.0))
             parts = cute.make_tensor(floats_smem, cute.make_layout((self.headdim, at_once)))
             if own < at_once:
                 for j in cutlass.range_constexpr(4):
@@ -348,6 +362,9 @@ class Quantize:
             top = max_over(top, 32)
             if tidx == 0:
                 put(dev.v_descale + Int64(head_batch) * 4, scale_of(top, LARGEST["e4m3"]))
+
+    def part(self, source, chunk, chunks):
+        return source + Int64(cutlass.min(chunk, chunks - 1)) * (4 * self.headdim)
 
     # ------------------------------------------------------------------------------------------------- q and k
     def rotation(self, lane):
@@ -467,9 +484,8 @@ class Quantize:
     def queries(self, dev, batch, head_kv, linear):
         _, seqlen_q, heads, _ = dev.mQ.shape
         heads_kv = dev.mK.shape[2]
-        m_blocks = cute.ceil_div(seqlen_q, TILE)
-        inner = linear // m_blocks
-        m_block, head = linear - inner * m_blocks, head_kv * (heads // heads_kv) + inner
+        inner = linear // dev.order.m_blocks
+        m_block, head = linear - inner * dev.order.m_blocks, head_kv * dev.order.group + inner
         lane, own, active, columns = self.place()
         first = m_block * TILE + own
         raw = self.load(dev.mQ, batch, first, head, columns)
