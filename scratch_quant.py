@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +27,26 @@ def main(trees):
         log.seek(0)
         print(f"==== {tree} rc {child.returncode}\n{log.read()}", flush=True)
     print(f"{time.time() - begin:.0f} s in all")
+
+
+def variant(word):
+    """TREE@NAME=VALUE@...: a copy of TREE with constants of kernels/sm90/quantize.py replaced."""
+    tree, *changes = word.split("@")
+    tree = os.path.abspath(tree)
+    if not changes:
+        return tree
+    target = f"/tmp/quant_variants/{re.sub('[^A-Za-z0-9=]+', '_', word)}"
+    shutil.rmtree(target, ignore_errors=True)
+    for folder in ("flashattn_hopper", "kernels"):
+        shutil.copytree(f"{tree}/{folder}", f"{target}/{folder}")
+    path = f"{target}/kernels/sm90/quantize.py"
+    text = open(path).read()
+    for change in changes:
+        name, _, value = change.partition("=")
+        text, n = re.subn(rf"^{name} = [^#\n]*", f"{name} = {value}  ", text, flags=re.M)
+        assert n == 1, change
+    open(path, "w").write(text)
+    return target
 
 
 def use(tree):
@@ -141,4 +163,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--compile":
         compile_one(sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1")
         sys.exit()
-    one(sys.argv[2]) if sys.argv[1] == "--one" else main([os.path.abspath(t) for t in sys.argv[1:]])
+    one(sys.argv[2]) if sys.argv[1] == "--one" else main([variant(t) for t in sys.argv[1:]])
