@@ -97,6 +97,7 @@ class _Block:
         self.code, self.labels, self.parameters, self.memory = code, labels, parameters, memory
         self.threads = threads
         self.at = np.zeros(threads, np.int64)
+        self.coming = []  # copies into shared memory that nobody has waited for: (threads, targets, sources)
         self.shared = np.full(227 << 10, 0xEE, np.uint8)
         tid = np.arange(threads, dtype=np.uint32)
         self.registers = dict(zip(_SPECIAL, (tid, np.full_like(tid, block), tid % 32)))
@@ -116,6 +117,8 @@ class _Block:
                 self.at[active] = end
             elif words[0] in ("fence", "membar"):
                 pass  # every access is seen at once
+            elif words[:2] == ["bar", "warp"]:
+                pass
             elif words[0] == "bar":
                 assert (active | (self.at >= end)).all(), "a barrier that some threads miss"
             elif active.any():
@@ -189,6 +192,24 @@ class _Block:
             before[lane] = word[0]
             word[0] += self.get(operands[2])[lane]
         self.put(operands[0], before, active)
+
+    def do_cp(self, words, operands, active, kind):
+        """cp.async of 16 bytes: done as late as it may be, when its thread waits for all of its own."""
+        if words[2] == "wait_all":
+            for threads, targets, sources in self.coming:
+                now = active[threads]
+                span = np.arange(16)
+                self.shared[targets[now, None] + span] = self.memory.bytes[sources[now, None] + span]
+            left = [(t[~active[t]], a[~active[t]], b[~active[t]]) for t, a, b in self.coming]
+            self.coming = [copy for copy in left if copy[0].size]
+            return
+        assert words == ["cp", "async", "cg", "shared", "global"] and operands[2] == "16", (words, operands)
+        (to, to_offset), (source, offset) = map(_address, operands[:2])
+        targets = self.get(to)[active].astype(np.int64) + to_offset
+        sources = self.get(source)[active].astype(np.int64) + offset
+        self.memory.check(sources, 16)
+        assert not (targets % 16).any(), "misaligned copy"
+        self.coming.append((np.flatnonzero(active), targets, sources))
 
     def places(self, words, base, offset, count, active):
         assert words[-1] == "b32", words
@@ -322,6 +343,8 @@ _CONVERSIONS = {
     "cvt.rni.s32.f32": _rounded,
     "cvt.f32.bf16": lambda x: (x & 0xFFFF) << np.uint32(16),
     "cvt.s8.s32": lambda x: x & 0xFF,
+    "cvt.s16.s8": lambda x: x.astype(np.uint8).view(np.int8).astype(np.int16).view(np.uint16).astype(np.uint32),
+    "cvt.s32.s16": lambda x: x.astype(np.uint16).view(np.int16).astype(np.int32).view(np.uint32),
     "cvt.f32.f16": lambda x: _bits(x.astype(np.uint16).view(np.float16)),
     "cvt.rn.f32.u32": lambda x: _bits(x.astype(np.float32)),
     "cvt.rn.f32.s32": lambda x: _bits(x.view(np.int32).astype(np.float32)),

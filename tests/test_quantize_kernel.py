@@ -15,7 +15,7 @@ from flashattn_hopper.spec.problem import QuantizeTraits
 from .ptx_machine import Machine
 
 pytest.importorskip("cutlass")
-from flashattn_hopper.kernels.sm90.quantize import AHEAD  # noqa: E402
+from flashattn_hopper.kernels.sm90.quantize import AHEAD, Quantize  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -62,10 +62,9 @@ def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.C
     counters = memory.add(torch.zeros(per_head, dtype=torch.int32))
     tensor = lambda x: struct.pack("<Q4i3q", memory.add(x), *x.shape, *x.stride()[:3])
     sums = workspace + 16 * blocks(per_head * chunks, 4)
-    lanes = lambda width: 1 << (blocks(width, 16) - 1).bit_length()
-    threads = 32 * max(lanes(headdim), lanes(headdim_v))
+    kernel = Quantize(traits)
     ahead = AHEAD // (chunk * 2 * (headdim + headdim_v))
-    codes = tiles, blocks(tiles, threads // (2 * headdim_v)), blocks(seqlen_q, TILE), heads // heads_kv
+    codes = tiles, blocks(tiles, kernel.tiles_of_v()), blocks(seqlen_q, TILE), heads // heads_kv
     length = chunks + codes[0] + codes[1] + codes[2] * codes[3]
     order = 1 + ahead // chunks, ahead % chunks, chunks, *codes, per_head
     parameters = [
@@ -74,7 +73,7 @@ def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.C
         *(struct.pack("<i", number) for number in (chunk, *order)),
         struct.pack("<q", blocks(chunks << 32, length)),
     ]
-    machine.launch("kernel", chunks + ahead + per_head * length, threads, parameters)
+    machine.launch("kernel", chunks + ahead + per_head * length, kernel.threads, parameters)
     assert not memory.read(counters, 4 * per_head).any(), "a counter is not left at zero"
     found = [memory.read(a, n).view(dtype).view(shape) for a, n, (dtype, *shape) in zip(addresses, sizes, outputs)]
     return runner_fp8.Codes(*found)

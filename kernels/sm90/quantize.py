@@ -39,11 +39,12 @@ from ..common.eight_bit import (
 from ..common.operands import QuantizeOperands
 from ..common.rotation import OCTET, PER_LANE, NoRotation, Rotation, columns_of
 from ..common.tensors import at, fake_operand
+from .quantize_rows import Rows
 
 TILE = 128  # keys that share a scale, and rows of one block of codes
 CHUNK, MOST_CHUNKS = 128, 64  # keys of one block of sums at least, and such blocks of a head at most
 AHEAD = 10 << 20  # bytes of K and V by which sums are ahead of the codes of whole heads
-RESIDENT = 512  # threads of a multiprocessor at least: 128 registers for each
+RESIDENT = 640  # threads of a multiprocessor at least: 128 registers for each
 KEPT = 2  # rows of K that a thread keeps in registers while the scale of the tile is not known; others are in smem
 SMEM_PERCENT = 50  # of a multiprocessor's memory as shared memory
 UNROLL = 8  # rows that a thread of the sums has in flight
@@ -125,6 +126,8 @@ def put(address, value):
 def load(kind, address, n, cop):
     """n neighbouring 32-bit values in one load."""
     element = T.f32() if kind is Float32 else T.i32()
+    if cop is None:
+        return cute.make_tensor(at(kind, address, 4 * n), cute.make_layout(n)).load()
     vector = cute.arch.load(at(kind, address, 4 * n), ir.VectorType.get([n], element), cop=cop)
     return cute.TensorSSA(vector, n, kind)
 
@@ -154,11 +157,17 @@ class Quantize:
         self.block = self.headdim & -self.headdim if traits.hadamard else PER_LANE
         self.lanes = lanes_for(self.headdim)
         self.threads = 32 * max(self.lanes, lanes_for(self.headdim_v))
+        self.by_rows = Rows.fits(self.headdim, self.headdim_v)
+        if self.by_rows:
+            self.tile_rows = Rows(traits, self.dtype, self.code, store)
+            self.threads = TILE
         self.rows = self.threads // self.lanes  # that a block holds at once
-        if self.rows > TILE:
+        if self.rows > TILE and not self.by_rows:
             raise ValueError(f"{traits.slug}: headdim_v is more than four times headdim")
         self.per_thread = TILE // self.rows
         self.parked = max(self.per_thread - KEPT, 0)
+        floats = self.tile_rows.bytes // 4 if self.by_rows else self.threads * self.parked * PER_LANE
+        self.smem_floats = max(floats, 8 * self.threads)
 
     def arguments(self):
         B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
@@ -196,7 +205,7 @@ class Quantize:
 
     def tiles_of_v(self):
         """Tiles of V of one block: 8 groups of 16 keys by headdim_v / 4 columns."""
-        return self.threads // (2 * self.headdim_v)
+        return 1 if self.by_rows else self.threads // (2 * self.headdim_v)
 
     # ------------------------------------------------------------------------------------------------ addresses
     def words(self, tensor, batch, row, head, column, n, cop):
@@ -210,9 +219,7 @@ class Quantize:
     def kernel(self, dev: Device):
         @cute.struct
         class Smem:
-            floats: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.threads * max(8, self.parked * PER_LANE)], 16
-            ]
+            floats: cute.struct.Align[cute.struct.MemRange[Float32, self.smem_floats], 16]
             peaks: cute.struct.MemRange[Int32, 32]
 
         st = SmemAllocator().allocate(Smem)
@@ -226,16 +233,25 @@ class Quantize:
             if head_batch < order.heads:
                 self.sums(dev, batch, head, chunk, st.floats.data_ptr(), peaks)
         else:
-            done = Int32(0)
             if index < order.k:
-                done = self.keys(dev, batch, head, index, st.floats.data_ptr(), peaks)
+                if const_expr(self.by_rows):
+                    self.tile_rows.keys(dev, batch, head, index, st.floats.data_ptr().toint(), peaks, self.wait)
+                else:
+                    self.keys(dev, batch, head, index, st.floats.data_ptr(), peaks)
             elif index < order.k + order.v:
-                done = self.values(dev, batch, head, index - order.k)
+                if const_expr(self.by_rows):
+                    self.tile_rows.values(dev, batch, head, index - order.k, st.floats.data_ptr().toint(), self.wait)
+                else:
+                    self.values(dev, batch, head, index - order.k)
             else:
-                done = self.queries(dev, batch, head, index - order.k - order.v)
-            # The last one of a head leaves its counter at zero.
-            if done == order.chunks + order.codes():
-                cute.arch.store(self.counter(dev, head_batch), Int32(0))
+                linear = index - order.k - order.v
+                inner = linear // order.m_blocks
+                m_block, head_q = linear - inner * order.m_blocks, head * order.group + inner
+                if const_expr(self.by_rows):
+                    place = batch, head, head_q, m_block
+                    self.tile_rows.queries(dev, *place, st.floats.data_ptr().toint(), self.wait)
+                else:
+                    self.queries(dev, batch, head, head_q, m_block)
 
     def counter(self, dev, head_batch):
         """Blocks of sums that are done; then one more: mean and scale are known; then blocks that have seen that."""
@@ -243,31 +259,34 @@ class Quantize:
 
     @cute.jit
     def wait(self, dev, batch, head):
-        """Until mean and scale of the head are known. In thread 0, what the counter was before this block; else 0."""
-        done = Int32(0)
-        if cute.arch.thread_idx()[0] == 0:
-            counter = self.counter(dev, batch * dev.mK.shape[2] + head)
+        """Until mean and scale of the head are known. The last of the head's blocks leaves its counter at zero."""
+        leader = cute.arch.thread_idx()[0] == 0
+        counter = self.counter(dev, batch * dev.mK.shape[2] + head)
+        before = Int32(0)
+        if leader:
             seen = Int32(0)
             while seen <= dev.order.chunks:
                 seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            done = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
         cute.arch.barrier()
-        return done
+        if leader and before == dev.order.chunks + dev.order.codes():
+            cute.arch.store(counter, Int32(0))
 
     # ---------------------------------------------------------------------------------------------------- sums
-    def rows_of_sums(self, tensor, width, batch, head, begin, end, i):
-        """This thread's rows of step i of a chunk, eight columns of each: their words, and whether they are inside."""
+    def rows_of_sums(self, tensor, width, batch, head, begin, end, i, part=slice(None)):
+        """Some of this thread's rows of step i of a chunk, eight columns of each: their words, whether they are inside."""
         tidx = cute.arch.thread_idx()[0]
-        at_once = self.threads // width
-        unroll = min(UNROLL, -(-CHUNK // at_once))
-        rows = [begin + (i * unroll + u) * at_once + tidx // width for u in range(unroll)]
+        at_once, unroll = self.threads // width, self.unroll(width)
+        rows = [begin + (i * unroll + u) * at_once + tidx // width for u in range(unroll)[part]]
         column = tidx % width * 8
-        words = [self.words(tensor, batch, cutlass.min(row, end - 1), head, column, 4, "ca") for row in rows]
+        words = [self.words(tensor, batch, cutlass.min(row, end - 1), head, column, 4, None) for row in rows]
         return words, [row < end for row in rows]
 
+    def unroll(self, width):
+        return min(UNROLL, -(-CHUNK * width // self.threads))
+
     def steps(self, width, begin, end):
-        at_once = self.threads // width
-        return cute.ceil_div(end - begin, at_once * min(UNROLL, -(-CHUNK // at_once)))
+        return cute.ceil_div(end - begin, self.threads // width * self.unroll(width))
 
     @cute.jit
     def sums(self, dev, batch, head, chunk, floats_smem, peaks):
@@ -277,53 +296,57 @@ class Quantize:
         linear = Int64(head_batch) * dev.order.chunks + chunk
         begin = chunk * dev.chunk
         end = cutlass.min(begin + dev.chunk, seqlen_k)
-        if const_expr(self.traits.smooth_k):
-            width = self.headdim // 8
-            at_once = self.threads // width
-            total = cute.make_rmem_tensor(8, Float32)
-            total.fill(0.0)
-            for i in cutlass.range(self.steps(width, begin, end), unroll=1):
+        width, width_v = self.headdim // 8, self.headdim_v // 8
+        total = cute.make_rmem_tensor(8, Float32)
+        total.fill(0.0)
+        top = Int32(0)
+        steps = cutlass.max(self.steps(width, begin, end), self.steps(width_v, begin, end))
+        for i in cutlass.range(steps, unroll=1):
+            if const_expr(self.traits.smooth_k):
                 loaded, inside = self.rows_of_sums(dev.mK, width, batch, head, begin, end, i)
-                for u in cutlass.range_constexpr(len(loaded)):
+            half = self.unroll(width_v) // 2
+            loaded_v, _ = self.rows_of_sums(dev.mV, width_v, batch, head, begin, end, i, slice(half))
+            if const_expr(self.traits.smooth_k):
+                for u in cutlass.range_constexpr(self.unroll(width)):
                     for j in cutlass.range_constexpr(4):
                         word = cutlass.select_(inside[u], loaded[u][j], Int32(0))
                         for side in cutlass.range_constexpr(2):
                             total[2 * j + side] = total[2 * j + side] + half_of(word, side, self.dtype)
-            parts = cute.make_tensor(floats_smem, cute.make_layout((8, width, at_once)))
+            rest, _ = self.rows_of_sums(dev.mV, width_v, batch, head, begin, end, i, slice(half, None))
+            # 16-bit magnitudes order as integers, two in a word, NaN above infinity above the rest.
+            for words in loaded_v + rest:
+                for j in cutlass.range_constexpr(4):
+                    top = max_halves(top, words[j] & 0x7FFF7FFF)
+        top = max_over(cutlass.max(top & 0xFFFF, top >> 16), 32)
+        if tidx % 32 == 0:
+            peaks[tidx // 32] = top
+        at_once = self.threads // width
+        parts = cute.make_tensor(floats_smem, cute.make_layout((8, width, at_once)))
+        if const_expr(self.traits.smooth_k):
             if tidx < width * at_once:
                 for j in cutlass.range_constexpr(8):
                     parts[j, tidx % width, tidx // width] = total[j]
-            cute.arch.barrier()
+        cute.arch.barrier()
+        if const_expr(self.traits.smooth_k):
             if tidx < self.headdim:
                 column_sum = Float32(0.0)
                 for g in cutlass.range_constexpr(at_once):
                     column_sum = column_sum + parts[tidx % 8, tidx // 8, g]
                 put(dev.sums + (linear * self.headdim + tidx) * 4, column_sum)
-        # V: 16-bit magnitudes order as integers, two in a word, NaN above infinity above the rest.
-        width = self.headdim_v // 8
-        top = Int32(0)
-        for i in cutlass.range(self.steps(width, begin, end), unroll=1):
-            loaded, _ = self.rows_of_sums(dev.mV, width, batch, head, begin, end, i)
-            for u in cutlass.range_constexpr(len(loaded)):
-                for j in cutlass.range_constexpr(4):
-                    top = max_halves(top, loaded[u][j] & 0x7FFF7FFF)
-        top = max_over(cutlass.max(top & 0xFFFF, top >> 16), 32)
-        if tidx % 32 == 0:
-            peaks[tidx // 32] = top
-        cute.arch.barrier()
-        counter = self.counter(dev, head_batch)
         if tidx == 0:
             for w in cutlass.range_constexpr(1, self.threads // 32):
                 top = cutlass.max(top, peaks[w])
             put(dev.peaks + linear * 4, half_of(top, 0, self.dtype))
-            cute.arch.fence_acq_rel_gpu()
+        cute.arch.barrier()
+        counter = self.counter(dev, head_batch)
+        if tidx == 0:
+            # Release: the barrier puts what the other threads wrote before it.
             peaks[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.barrier()
         if peaks[0] == dev.order.chunks - 1:
             self.means(dev, head_batch, floats_smem)
             cute.arch.barrier()
             if tidx == 0:
-                cute.arch.fence_acq_rel_gpu()
                 cute.arch.store(counter, dev.order.chunks + 1, sem="release", scope="gpu")
 
     @cute.jit
@@ -398,7 +421,7 @@ class Quantize:
         mean = cute.make_rmem_tensor(PER_LANE, Float32)
         source = dev.k_mean + Int64(head_batch) * (self.headdim * 4)
         for e in range(0, PER_LANE, 4):
-            four = load(Float32, source + 4 * (columns[e // OCTET] + e % OCTET), 4, "ca")
+            four = load(Float32, source + 4 * (columns[e // OCTET] + e % OCTET), 4, None)
             for j in range(4):
                 mean[e + j] = four[j]
         return mean
@@ -434,7 +457,7 @@ class Quantize:
         raw = self.load(dev.mK, batch, first, head, columns)
         rotation = self.rotation(lane)
         head_batch = batch * heads_kv + head
-        done = self.wait(dev, batch, head)
+        self.wait(dev, batch, head)
         layout = cute.make_layout((4, self.threads, PER_LANE // 4, max(self.parked, 1)))
         parking = cute.make_tensor(floats_smem, layout)
         kept, top = [], Int32(0)
@@ -478,20 +501,17 @@ class Quantize:
             if active and row < seqlen_k:
                 place = (Int64(batch) * seqlen_k + row) * heads_kv + head
                 self.store_row(dev.k8 + place * self.headdim, columns, words)
-        return done
 
     @cute.jit
-    def queries(self, dev, batch, head_kv, linear):
+    def queries(self, dev, batch, head_kv, head, m_block):
         _, seqlen_q, heads, _ = dev.mQ.shape
         heads_kv = dev.mK.shape[2]
-        inner = linear // dev.order.m_blocks
-        m_block, head = linear - inner * dev.order.m_blocks, head_kv * dev.order.group + inner
         lane, own, active, columns = self.place()
         first = m_block * TILE + own
         raw = self.load(dev.mQ, batch, first, head, columns)
         rotation = self.rotation(lane)
         head_row = (Int64(batch) * heads + head) * seqlen_q
-        done = self.wait(dev, batch, head_kv)
+        self.wait(dev, batch, head_kv)
         if const_expr(self.traits.smooth_k):
             mean = self.mean_of(dev, batch * heads_kv + head_kv, columns)
         for i in cutlass.range_constexpr(self.per_thread):
@@ -515,7 +535,6 @@ class Quantize:
                     put(dev.q_descale + (head_row + row) * 4, scale)
                     if const_expr(self.traits.smooth_k):
                         put(dev.logit_offset + (head_row + row) * 4, offset)
-        return done
 
     # ------------------------------------------------------------------------------------------------------- v
     @cute.jit
@@ -530,7 +549,7 @@ class Quantize:
         key = n_block * TILE + group * 16
         rows = [cutlass.min(key + j, seqlen_k - 1) for j in range(16)]
         loaded = [self.words(dev.mV, batch, row, head, column, 2, "cs") for row in rows]
-        done = self.wait(dev, batch, head)
+        self.wait(dev, batch, head)
         if which < self.tiles_of_v() and n_block < tiles:
             head_batch = Int64(batch) * heads_kv + head
             scale = load_one(Float32, dev.v_descale + head_batch * 4, "ca")
@@ -545,7 +564,6 @@ class Quantize:
                     halves = [half_of(loaded[j][c // 2], c % 2, self.dtype) for j in keys[w]]
                     words[w] = PACK4["e4m3"](*[quotient(x, scale, inverse) for x in halves]) & inside[w]
                 store(target + Int64(c) * (tiles * TILE), words)
-        return done
 
     def bytes_inside(self, wanted):
         """A mask of those bytes of a word that are wanted."""
