@@ -343,8 +343,6 @@ _CONVERSIONS = {
     "cvt.rni.s32.f32": _rounded,
     "cvt.f32.bf16": lambda x: (x & 0xFFFF) << np.uint32(16),
     "cvt.s8.s32": lambda x: x & 0xFF,
-    "cvt.s16.s8": lambda x: x.astype(np.uint8).view(np.int8).astype(np.int16).view(np.uint16).astype(np.uint32),
-    "cvt.s32.s16": lambda x: x.astype(np.uint16).view(np.int16).astype(np.int32).view(np.uint32),
     "cvt.f32.f16": lambda x: _bits(x.astype(np.uint16).view(np.float16)),
     "cvt.rn.f32.u32": lambda x: _bits(x.astype(np.float32)),
     "cvt.rn.f32.s32": lambda x: _bits(x.view(np.int32).astype(np.float32)),

@@ -63,6 +63,11 @@ def _asm(text, constraints, *args):
     )  # fmt: skip
 
 
+def split(x, n):
+    """(x // n, x % n) of an Int32 that is not negative, which the compiler does not know."""
+    return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x // n, x % n)
+
+
 def odd(n):
     """The next odd multiple of 16."""
     return -(-n // WIDE) * WIDE | WIDE
@@ -137,7 +142,8 @@ class Rows:
         stride = tensor.stride[1] * 2
         if const_expr(TILE % chunks == 0):
             # A thread has the same columns of every (TILE / chunks)-th row.
-            row, offset = tidx // chunks, tidx % chunks * WIDE
+            row, chunk = split(tidx, chunks)
+            offset = chunk * WIDE
             source = origin.toint() + Int64(first + row) * stride + offset
             target = target + row * pitch + offset
             step = TILE // chunks
@@ -152,7 +158,7 @@ class Rows:
         else:
             for i in cutlass.range_constexpr(chunks):
                 place = tidx + i * TILE
-                row, chunk = place // chunks, place % chunks
+                row, chunk = split(place, chunks)
                 source = origin.toint() + Int64(cutlass.min(first + row, end)) * stride + chunk * WIDE
                 copy_async(target + row * pitch + chunk * WIDE, source)
 
@@ -174,10 +180,10 @@ class Rows:
                 four[i] = words[w + i]
             shared(Int32, tile + tidx * self.pitch + 4 * w, 4).store(four.load())
         cute.arch.sync_warp()
-        chunks, lane = self.headdim // WIDE, tidx % 32
+        chunks, lane = self.headdim // WIDE, tidx & 31
         for i in range(chunks):
-            place = lane + i * 32
-            row, chunk = tidx // 32 * 32 + place // chunks, place % chunks
+            row, chunk = split(lane + i * 32, chunks)
+            row = row + (tidx - lane)
             four = cute.make_rmem_tensor(4, Int32)
             four.store(shared(Int32, tile + row * self.pitch + chunk * WIDE, 4).load())
             self.put_if(row < rows, target + Int64(row) * pitch + chunk * WIDE, four)
@@ -379,7 +385,8 @@ class Rows:
         inverse = reciprocal(scale)
         wait_async()
         cute.arch.barrier()
-        pair, part = tidx % self.pairs, cutlass.min(tidx // self.pairs, self.parts - 1)
+        part, pair = split(tidx, self.pairs)
+        part = cutlass.min(part, self.parts - 1)
         words = self.columns(tile, pair, part, scale, inverse)
         cute.arch.barrier()
         groups, pitch = TILE // 16 // self.parts, TILE + WIDE
