@@ -46,7 +46,7 @@ CHUNK, MOST_CHUNKS = 128, 64  # keys of one block of sums at least, and such blo
 AHEAD = 10 << 20  # bytes of K and V by which sums are ahead of the codes of whole heads
 RESIDENT = 640  # threads of a multiprocessor at least: 128 registers for each
 KEPT = 2  # rows of K that a thread keeps in registers while the scale of the tile is not known; others are in smem
-SMEM_PERCENT = 50  # of a multiprocessor's memory as shared memory
+SMEM_PERCENT = 100  # of a multiprocessor's memory as shared memory
 UNROLL = 8  # rows that a thread of the sums has in flight
 
 
@@ -249,7 +249,7 @@ class Quantize:
                 m_block, head_q = linear - inner * order.m_blocks, head * order.group + inner
                 if const_expr(self.by_rows):
                     place = batch, head, head_q, m_block
-                    self.tile_rows.queries(dev, *place, st.floats.data_ptr().toint(), self.wait)
+                    self.tile_rows.queries(dev, *place, st.floats.data_ptr().toint(), peaks, self.wait)
                 else:
                     self.queries(dev, batch, head, head_q, m_block)
 
@@ -274,13 +274,19 @@ class Quantize:
 
     # ---------------------------------------------------------------------------------------------------- sums
     def rows_of_sums(self, tensor, width, batch, head, begin, end, i, part=slice(None)):
-        """Some of this thread's rows of step i of a chunk, eight columns of each: their words, whether they are inside."""
+        """Some of this thread's rows of step i of a chunk, eight columns of each: their words, and each row. Those past
+        the end repeat one before it."""
         tidx = cute.arch.thread_idx()[0]
         at_once, unroll = self.threads // width, self.unroll(width)
         rows = [begin + (i * unroll + u) * at_once + tidx // width for u in range(unroll)[part]]
-        column = tidx % width * 8
-        words = [self.words(tensor, batch, cutlass.min(row, end - 1), head, column, 4, None) for row in rows]
-        return words, [row < end for row in rows]
+        where = (Int64(batch), Int64(cutlass.min(rows[0], end - 1)), Int64(head), Int64(tidx % width * 8))
+        address = (tensor.iterator + cute.crd2idx(where, tensor.layout)).toint()
+        step, words = tensor.stride[1] * (2 * at_once), []
+        for row in rows:
+            if row is not rows[0]:
+                address = address + cutlass.select_(row < end, step, Int64(0))
+            words.append(load(Int32, address, 4, None))
+        return words, rows
 
     def unroll(self, width):
         return min(UNROLL, -(-CHUNK * width // self.threads))
@@ -303,13 +309,13 @@ class Quantize:
         steps = cutlass.max(self.steps(width, begin, end), self.steps(width_v, begin, end))
         for i in cutlass.range(steps, unroll=1):
             if const_expr(self.traits.smooth_k):
-                loaded, inside = self.rows_of_sums(dev.mK, width, batch, head, begin, end, i)
+                loaded, rows = self.rows_of_sums(dev.mK, width, batch, head, begin, end, i)
             half = self.unroll(width_v) // 2
             loaded_v, _ = self.rows_of_sums(dev.mV, width_v, batch, head, begin, end, i, slice(half))
             if const_expr(self.traits.smooth_k):
                 for u in cutlass.range_constexpr(self.unroll(width)):
                     for j in cutlass.range_constexpr(4):
-                        word = cutlass.select_(inside[u], loaded[u][j], Int32(0))
+                        word = cutlass.select_(rows[u] < end, loaded[u][j], Int32(0))
                         for side in cutlass.range_constexpr(2):
                             total[2 * j + side] = total[2 * j + side] + half_of(word, side, self.dtype)
             rest, _ = self.rows_of_sums(dev.mV, width_v, batch, head, begin, end, i, slice(half, None))
@@ -330,7 +336,7 @@ class Quantize:
         if const_expr(self.traits.smooth_k):
             if tidx < self.headdim:
                 column_sum = Float32(0.0)
-                for g in cutlass.range_constexpr(at_once):
+                for g in cutlass.range(at_once, unroll_full=True):
                     column_sum = column_sum + parts[tidx % 8, tidx // 8, g]
                 put(dev.sums + (linear * self.headdim + tidx) * 4, column_sum)
         if tidx == 0:

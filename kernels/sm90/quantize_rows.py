@@ -271,9 +271,10 @@ class Rows:
         start = tile + tidx * self.pitch
         address, mean = start + (self.pitch - 2 * self.headdim), self.mean_at(tile)
         top, parked = Int32(0), self.parked
-        early = self.raw(address, parked, self.early) if parked else []
+        early = []
         if parked:
             x = self.piece(address, 0, parked, [], mean, centred, offset)
+            early = self.raw(address, parked, self.early)
             if self.block <= PIECE:
                 top = self.finish(x)
             for e in range(0, parked, 4):
@@ -285,7 +286,7 @@ class Rows:
         if self.block <= PIECE:
             top = cutlass.max(top, self.finish(x))
         else:
-            start = again(start)
+            start = tile + thread_again() * self.pitch
             for e in range(0, PIECE, 4):
                 four = shared(Float32, start + 4 * e, 4).load()
                 for i in range(4):
@@ -294,8 +295,8 @@ class Rows:
 
     def codes(self, tile, x, scale, inverse):
         """Words of the whole row."""
-        # Why `again`: parked floats are read from where they are parked, and not kept in registers.
-        start = again(tile + thread_again() * self.pitch)
+        # Why anew: parked floats are read from where they are parked, and not kept in registers.
+        start = tile + thread_again() * self.pitch
         before, behind = [], []
         for e in range(0, len(x), 4):
             mine = x[e : e + 4]
@@ -338,10 +339,13 @@ class Rows:
         self.put_codes(tile, words, target, pitch, seqlen_k - first)
 
     @cute.jit
-    def queries(self, dev, batch, head_kv, head, m_block, tile, wait):
+    def queries(self, dev, batch, head_kv, head, m_block, tile, peaks, wait):
         _, seqlen_q, heads, _ = dev.mQ.shape
         heads_kv = dev.mK.shape[2]
         tidx = cute.arch.thread_idx()[0]
+        # Why in memory: registers are scarce until the row is done.
+        if tidx == 0:
+            peaks[0], peaks[1], peaks[2] = batch, head, m_block
         first = m_block * TILE
         self.fetch(dev.mQ, batch, head, first, self.headdim, tile + (self.pitch - 2 * self.headdim), self.pitch)
         wait(dev, batch, head_kv)
@@ -352,7 +356,8 @@ class Rows:
         offset.fill(0.0)
         x, top = self.row(tile, False, offset)
         scale, rest, inverse = self.scales(top)
-        tidx = thread_again()
+        tidx, batch, head, m_block = thread_again(), peaks[0], peaks[1], peaks[2]
+        first = m_block * TILE
         if first + tidx < seqlen_q:
             place = ((Int64(batch) * heads + head) * seqlen_q + first + tidx) * 4
             cute.arch.store(at(Float32, dev.q_descale + place, 4), scale)
