@@ -88,15 +88,26 @@ def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> Codes:
 
     Raises: ValueError for head dimensions that are not multiples of 16 up to 256.
     """
-    (batch, seqlen_q, heads, headdim), (_, seqlen_k, heads_kv, headdim_v) = q.shape, v.shape
+    headdim, headdim_v = q.shape[3], v.shape[3]
     word = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(q.dtype)
     traits = QuantizeTraits(str(word), headdim, headdim_v, hadamard, smooth_k, int8_qk)
     fn = jit.compiled(QUANTIZER, traits, None, QUANTIZER.arch)
     q, k, v = (runner._aligned(runner._laid_out(x, runner._layout(x))) for x in (q, k, v))
-    new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=q.device)
-    tiles = -(-seqlen_k // TILE)
-    qk = torch.int8 if int8_qk else E4M3
-    codes = Codes(
+    with torch.cuda.device(q.device):
+        *codes, workspace = [new and new() for new in _allocators(q.shape, v.shape, smooth_k, int8_qk, q.device)]
+        counters = runner.tickets(q.device, k.shape[0] * k.shape[2])
+        fn((q, k, v, *(None if x is None else x.data_ptr() for x in (*codes, workspace, counters))))
+    return Codes(*codes)
+
+
+@lru_cache(maxsize=4096)
+def _allocators(q, v, smooth_k, int8_qk, device):
+    """Of the fields of Codes and of the workspace, for q and v of these shapes; None: not in this recipe."""
+    (batch, seqlen_q, heads, headdim), (_, seqlen_k, heads_kv, headdim_v) = q, v
+    tiles, qk = -(-seqlen_k // TILE), torch.int8 if int8_qk else E4M3
+    chunks = min(-(-seqlen_k // _CHUNK), _MOST_CHUNKS)
+    new = lambda dtype, *shape: runner._allocator(shape, dtype, device)
+    return (
         new(qk, batch, seqlen_q, heads, headdim),
         new(qk, batch, seqlen_k, heads_kv, headdim),
         new(E4M3, batch, heads_kv, headdim_v, tiles * TILE),
@@ -105,14 +116,8 @@ def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> Codes:
         new(torch.float32, batch, heads_kv, 1),
         new(torch.float32, batch, heads_kv, headdim) if smooth_k else None,
         new(torch.float32, batch, heads, seqlen_q) if smooth_k else None,
+        new(torch.float32, _workspace(batch * heads_kv, chunks, headdim)),
     )
-    chunks = min(-(-seqlen_k // _CHUNK), _MOST_CHUNKS)
-    workspace = new(torch.float32, _workspace(batch * heads_kv, chunks, headdim))
-    counters = runner.tickets(q.device, batch * heads_kv)
-    addresses = [None if x is None else x.data_ptr() for x in (*codes, workspace, counters)]
-    with torch.cuda.device(q.device):
-        fn((q, k, v, *addresses))
-    return codes
 
 
 def _workspace(heads: int, chunks: int, headdim: int) -> int:

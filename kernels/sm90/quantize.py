@@ -44,7 +44,9 @@ from .quantize_rows import Rows
 TILE = 128  # keys that share a scale, and rows of one block of codes
 CHUNK, MOST_CHUNKS = 128, 64  # keys of one block of sums at least, and such blocks of a head at most
 AHEAD = 10 << 20  # bytes of K and V by which sums are ahead of the codes of whole heads
-RESIDENT = 640  # threads of a multiprocessor at least: 128 registers for each
+# Threads of a multiprocessor at least, and so registers of each: 96, 128, and 168 without the rotation, where all of a
+# row is done at once and the compiler keeps more. Measured up to headdim 64 and beyond: docs/kernels/sm90_fp8.md.
+NARROW, WIDE, UNTURNED = 640, 512, 384
 KEPT = 2  # rows of K that a thread keeps in registers while the scale of the tile is not known; others are in smem
 SMEM_PERCENT = 100  # of a multiprocessor's memory as shared memory
 UNROLL = 8  # rows that a thread of the sums has in flight
@@ -164,6 +166,8 @@ class Quantize:
         self.rows = self.threads // self.lanes  # that a block holds at once
         if self.rows > TILE and not self.by_rows:
             raise ValueError(f"{traits.slug}: headdim_v is more than four times headdim")
+        resident = (NARROW if self.headdim <= 64 else WIDE) if traits.hadamard else UNTURNED
+        self.resident = max(resident // self.threads, 1)  # blocks of a multiprocessor
         self.per_thread = TILE // self.rows
         self.parked = max(self.per_thread - KEPT, 0)
         floats = self.tile_rows.bytes // 4 if self.by_rows else self.threads * self.parked * PER_LANE
@@ -200,7 +204,7 @@ class Quantize:
         # Why a carveout: for several resident blocks the compiler would otherwise ask the driver, if there is one.
         self.kernel(dev).launch(
             grid=[order.blocks(), 1, 1], block=[self.threads, 1, 1], stream=stream,
-            min_blocks_per_mp=max(RESIDENT // self.threads, 1), preferred_smem_carveout=SMEM_PERCENT,
+            min_blocks_per_mp=self.resident, preferred_smem_carveout=SMEM_PERCENT,
         )  # fmt: skip
 
     def tiles_of_v(self):
