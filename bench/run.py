@@ -359,7 +359,7 @@ def run_quantizer(o, device: str) -> int:
 
     begin, cells = time.monotonic(), quantizer.cells(o.quick)
     torch.manual_seed(o.seed)
-    # A dozen allocations and three launches: the longer write before a call hides its host time, as for a backward.
+    # A dozen allocations and a launch: the longer write before a call hides its host time, as for a backward.
     settings = dataclasses.replace(BRIEF[o.quick], flush_bytes=2**31)
     results = record.environment(device, o.revision) | {"suite": "quantizer", "quick": o.quick, "rows": []}
     results |= {"settings": settings.record(), "contestants": {"ours": peers.OURS.version(), "copy": "torch"}}

@@ -129,7 +129,9 @@ def test_machine_code_of_the_quantizer(traits):
     assert bool(used.count("LDGSTS")) == by_rows
     assert used.opcodes["LDG.E.128"] >= 2 and used.opcodes["STG.E.EF.128"] >= 2
     for family, most in (("LDG", 9), ("STG", 20)):
-        words = [name for name in used.opcodes if name.split(".")[0] == family and not {"64", "128"} & {*name.split(".")}]
+        words = [
+            name for name in used.opcodes if name.split(".")[0] == family and not {"64", "128"} & {*name.split(".")}
+        ]
         assert sum(used.opcodes[name] for name in words) <= most, used.opcodes
     assert bool(used.count("F2IP")) == traits.int8_qk
     assert any(name.startswith("F2FP.SATFINITE.E4M3") for name in used.opcodes)

@@ -179,7 +179,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(runner, "_tickets", {})
     state["counters"] = made = []
     new = runner._new_counters
-    monkeypatch.setattr(runner, "_new_counters", lambda device: made.append(new(device)) or made[-1])
+    monkeypatch.setattr(runner, "_new_counters", lambda device, count: made.append(new(device, count)) or made[-1])
     return state
 
 
@@ -431,7 +431,7 @@ def test_a_launch_runs_on_the_device_of_its_tensors(stream, monkeypatch):
     allocated = []  # devices; a tensor that claims to be elsewhere has no address to send
     allocator = lambda shape, dtype, device: lambda: allocated.append(device) or torch.empty(shape, dtype=dtype)
     monkeypatch.setattr(runner, "_allocator", allocator)
-    monkeypatch.setattr(runner, "_new_counters", lambda device: allocator((2,), torch.int32, device)())
+    monkeypatch.setattr(runner, "_new_counters", lambda device, count: allocator((count,), torch.int32, device)())
     operands = [Elsewhere(t) for t in qkv()]
     fn, forward = bind(*operands)
     fn_call = fn.__call__

@@ -15,7 +15,7 @@ from flashattn_hopper.spec.problem import QuantizeTraits
 from .ptx_machine import Machine
 
 pytest.importorskip("cutlass")
-from flashattn_hopper.kernels.sm90.quantize import AHEAD, Quantize  # noqa: E402
+from flashattn_hopper.kernels.sm90.quantize import AHEAD, Quantize
 
 pytestmark = pytest.mark.compile
 

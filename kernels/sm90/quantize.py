@@ -7,6 +7,8 @@
     K, Q:   subtract the mean (K) | signs, Hadamard | largest magnitude of a row (Q) or tile (K) | divide, round, store
     V:      divide, round, transpose in registers, keys of 16 in the order that the product P V takes them in
 
+Codes up to headdim 128 are those of quantize_rows.py; here are the wider ones, whose rows are spread over lanes.
+
 K and V are read twice, because mean and scale of a head must be known before its first code; Q is read once. `Order`
 lets the sums run ahead of the codes by so little that the second reading finds K and V in L2, and by so much that codes
 seldom wait. docs/kernels/sm90_fp8.md has the layouts.
@@ -55,8 +57,8 @@ UNROLL = 8  # rows that a thread of the sums has in flight
 class Order(NamedTuple):
     """Which block does what. Of one kv head: `chunks` blocks of sums, k + v + q blocks of codes, evenly mixed.
 
-    Sums are ahead by `heads_ahead` heads, one at least, and `chunks_ahead` blocks. A block of codes waits for blocks with
-    a lower index only, which a GPU starts before it: nobody waits for a block that cannot start.
+    Sums are ahead by `heads_ahead` heads, one at least, and `chunks_ahead` blocks. A block of codes waits for blocks
+    with a lower index only, which a GPU starts before it: nobody waits for a block that cannot start.
     """
 
     heads_ahead: Int32

@@ -7,7 +7,7 @@
 
 Why a thread for each row: all levels of the rotation are additions of one thread, its signs are known to the compiler,
 and columns are the same in all lanes, so a mean is read by broadcast. Spread over lanes, exchanges alone cost 6
-instructions for each element at headdim 128, where a tenth of a microsecond is 3 of them on all elements.
+instructions for each element at headdim 128.
 """
 
 import cutlass
@@ -31,7 +31,7 @@ from ..common.eight_bit import (
 )
 from ..common.rotation import sign_bit
 from ..common.tensors import at
-from ..common.work import again, thread_again
+from ..common.work import thread_again
 
 TILE = 128  # rows of a tile, threads of a block
 PIECE = 64  # columns of a thread at once
@@ -83,7 +83,8 @@ def butterflies(x, width, end):
 
 
 class Rows:
-    """The layout of a tile, and what is done with its rows. `store` writes words to global memory."""
+    """The layout of a tile, and what is done with its rows. `store` writes words to global memory; `wait`, of the roles,
+    waits for mean and scale of a head, by all threads of the block."""
 
     def __init__(self, traits, dtype, code, store):
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
@@ -199,7 +200,7 @@ class Rows:
         return [shared(Int32, address + 2 * e, 4).load() for e in range(first, first + count, 8)]
 
     def piece(self, address, first, count, early, mean, centred, offset):
-        """Columns of this thread's row, rotated but for the last level of a block. `early`: words that were read before.
+        """Columns of this thread's row, rotated but for the last level of a block. `early`: words read before.
 
         Eight columns at a time, so that few words wait in registers.
         """
@@ -265,8 +266,8 @@ class Rows:
         return PACK4[self.code](*[quotient(y, scale, inverse) for y in x])
 
     def row(self, tile, centred, offset):
-        """(the last piece of this thread's row, its largest magnitude), the pieces before it parked. `centred`: minus
-        the mean; `offset`: two sums of products with the mean, or None."""
+        """(the last piece of this thread's row, largest magnitude of the row), the piece before it parked. `centred`:
+        minus the mean; `offset`: two sums of products with the mean, or None."""
         tidx = cute.arch.thread_idx()[0]
         start = tile + tidx * self.pitch
         address, mean = start + (self.pitch - 2 * self.headdim), self.mean_at(tile)
