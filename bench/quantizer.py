@@ -1,8 +1,8 @@
 """The FP8 quantizer alone: bytes a second, beside a copy of as many bytes by torch.
 
 `python bench/run.py quantizer` measures. Bytes are those that the kernel reads and writes: q once, k and v twice, for
-the mean and the scale must be known before the first code, and codes. The copy moves as many. `least_share` is the share
-of the copy if k and v counted once too: what goes through memory if the second reading finds all of them in L2.
+the mean and the scale must be known before the first code, and codes. The copy moves as many. `least_share` is the
+share of the copy if k and v counted once too: what goes through memory if the second reading finds all of them in L2.
 """
 
 from __future__ import annotations

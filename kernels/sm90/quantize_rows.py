@@ -83,8 +83,8 @@ def butterflies(x, width, end):
 
 
 class Rows:
-    """The layout of a tile, and what is done with its rows. `store` writes words to global memory; `wait`, of the roles,
-    waits for mean and scale of a head, by all threads of the block."""
+    """The layout of a tile, and what is done with its rows. `store` writes words to global memory; all threads of a
+    block call `wait`, which returns when mean and scale of a head are known."""
 
     def __init__(self, traits, dtype, code, store):
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
@@ -244,11 +244,12 @@ class Rows:
 
     @property
     def factor(self):
-        """What the rotation leaves to be multiplied: exact if left to the scale, or with every element."""
+        """What values in registers lack."""
         return self.block**-0.5
 
     @property
     def left(self):
+        """The same if a power of two, which the scale takes over exactly; else 1, and every value is multiplied."""
         return self.factor if self.block.bit_length() % 2 else 1.0
 
     def scales(self, top):
