@@ -291,7 +291,7 @@ def tickets(device: torch.device, count: int = 2) -> torch.Tensor:
     key = (device.index, _raw_stream(device.index))
     counters = _tickets.get(key)
     if counters is None or counters.numel() < count:
-        counters = _tickets[key] = _new_counters(device, max(count, 1024))
+        counters = _tickets[key] = _new_counters(device, count)
     return counters
 
 
