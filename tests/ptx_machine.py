@@ -182,7 +182,7 @@ class _Block:
 
     def do_atom(self, words, operands, active, kind):
         """Additions of one word, lane by lane."""
-        assert words[-2:] == ["add", "s32"] or "add" in words, words
+        assert "add" in words and words[-1].endswith("32"), words
         base, offset = _address(operands[1])
         before = np.zeros(self.threads, np.uint32)
         for lane in np.flatnonzero(active):

@@ -46,9 +46,9 @@ from .quantize_rows import Rows
 TILE = 128  # keys that share a scale, and rows of one block of codes
 CHUNK, MOST_CHUNKS = 128, 64  # keys of one block of sums at least, and such blocks of a head at most
 AHEAD = 10 << 20  # bytes of K and V by which sums are ahead of the codes of whole heads
-# Threads of a multiprocessor at least, and so registers of each: 96, 128, and 168 without the rotation, where all of a
+# Threads of a multiprocessor at least, and so registers of each: 96, 128, and 255 without the rotation, where all of a
 # row is done at once and the compiler keeps more. Measured up to headdim 64 and beyond: docs/kernels/sm90_fp8.md.
-NARROW, WIDE, UNTURNED = 640, 512, 384
+NARROW, WIDE, UNTURNED = 640, 512, 256
 KEPT = 2  # rows of K that a thread keeps in registers while the scale of the tile is not known; others are in smem
 SMEM_PERCENT = 100  # of a multiprocessor's memory as shared memory
 UNROLL = 8  # rows that a thread of the sums has in flight
