@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashattn_hopper import planner
 from flashattn_hopper.kernels.sm90.specs import FORWARD
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import Traits
@@ -498,8 +499,6 @@ def test_ours_trains_through_the_public_function(bench, monkeypatch):
 
 
 def test_our_variants_of_a_backward_are_both_compiled(bench, monkeypatch):
-    from flashattn_hopper import planner
-
     monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
     for cell in bench.suites.SUITES["backward"].cells:
         forward, backward = bench.run.ours_plans(cell, "cuda")
@@ -1063,6 +1062,35 @@ def test_host_rows_have_both_modes_and_keep_failures(bench):
     assert fa3["failed"] == "the package fa3-fwd has no backward"
     text = bench.host.report({"calls": rows, "first": {"fresh": {"first_call_s": 3.5}}})
     assert "first call, fresh: first_call_s 3.5" in text and "us median" in text
+
+
+@pytest.mark.compile
+def test_a_first_call_is_measured_from_a_bundle_too(bench, monkeypatch):
+    """As on a Hopper GPU, with a probe that obtains the kernel and calls nothing."""
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(
+        bench.host,
+        "PROBE",
+        """
+from flashattn_hopper import jit, planner
+from flashattn_hopper.spec.problem import Shape, Traits
+_, seqlen, _, headdim = {shape}
+plan = planner.plan(Traits("fwd", "bf16", headdim, headdim, "causal"), (9, 0), "auto", Shape(1, seqlen, seqlen, 1, 1))
+jit.compiled(*plan, plan.spec.arch)
+import json
+print(json.dumps(dict(stats=jit.stats()._asdict())))
+""",
+    )
+    found = bench.host.first_calls("cuda")
+    counters = ("compiles", "disk_hits", "bundle_hits")
+    assert {name: tuple(row["stats"][one] for one in counters) for name, row in found.items()} == {
+        "fresh": (1, 0, 0),
+        "disk": (0, 1, 0),
+        "bundle": (0, 0, 1),
+    }
+    monkeypatch.setattr(planner, "capability_of", lambda device: (7, 0))
+    monkeypatch.setattr(bench.host, "probe", lambda environ: {})
+    assert "no kernel runs" in bench.host.first_calls("cuda")["bundle"]["failed"]
 
 
 # -------------------------------------------------------------------------------------------------------- curves
