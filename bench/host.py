@@ -1,5 +1,5 @@
-"""What a call costs the host: time of one eager call (without a graph, with one, with its backward), of a variant's
-first call, and how often anything compiles.
+"""What a call costs the host: time of one eager call (without a graph, with one, with its backward; beside it a
+function that does nothing), of a variant's first call, and how often anything compiles.
 
     python bench/host.py [--calls] [--first] [--lengths] [--peers cudnn,fa2] [--out DIR]      all three by default
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -71,15 +72,21 @@ def eager_calls(contestants: Sequence[peers.Contestant], device: str, **repeat) 
     return rows
 
 
+# Backward passes of CUDA tensors run in a thread of autograd's own, which is woken for each; or in the caller's, with
+# torch.autograd.set_multithreading_enabled(False).
+THREADS = {"train": True, "train_one_thread": False}
+
+
 def train_calls(contestants: Sequence[peers.Contestant], device: str, calls: int = TRAIN_CALLS, **repeat) -> list[dict]:
-    """One row for each contestant: a forward and its backward, `mode` "train". The backend is the backward suite's."""
+    """One row for each contestant and mode of `THREADS`: a forward and its backward. The backend is the backward
+    suite's."""
     sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     q, k, v, dout = (torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in range(4))
     rows = []
-    for contestant in contestants:
-        row = {"contestant": contestant.name, "mode": "train"}
+    for (mode, threads), contestant in itertools.product(THREADS.items(), contestants):
+        row = {"contestant": contestant.name, "mode": mode}
         try:
-            with contestant.session():
+            with contestant.session(), torch.autograd.set_multithreading_enabled(threads):
                 leaves = [contestant.layout(x).detach().requires_grad_() for x in (q, k, v)]
                 arriving = contestant.layout(dout)
 
@@ -90,6 +97,34 @@ def train_calls(contestants: Sequence[peers.Contestant], device: str, calls: int
         except Exception as error:
             rows.append(row | {"failed": contestant.no_backward or peers.first_line(error)})
     return rows
+
+
+class Nothing(peers.Contestant):
+    """What torch itself takes for a function of q, k and v with gradients, written in Python: nothing is computed,
+    allocated or launched."""
+
+    name = "torch"
+    title = "an autograd.Function that does nothing"
+
+    def version(self):
+        return torch.__version__
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(q, k, v)
+            return q.detach(), k.detach()
+
+        @staticmethod
+        def backward(ctx, dout, _):
+            assert len(ctx.saved_tensors) == 3  # reading them is a part of it
+            return dout, dout, dout
+
+    def native(self, q, k, v, causal=False, window=peers.NO_WINDOW, scale=None):
+        if torch.is_grad_enabled():
+            return self.Function.apply(q, k, v)[0]
+        return q.detach()
 
 
 # A new process, so that nothing is warm: prints one JSON line with the seconds of each step.
@@ -165,7 +200,7 @@ def report(results: dict) -> str:
     lines = []
     for row in results.get("calls", ()):
         value = row.get("failed") or f"{row['min_us']:8.2f} us least, {row['median_us']:8.2f} us median"
-        lines.append(f"{row['contestant']:<6} {row['mode']:<8} {value}")
+        lines.append(f"{row['contestant']:<6} {row['mode']:<16} {value}")
     for name, steps in results.get("first", {}).items():
         text = ", ".join(f"{step} {value}" for step, value in steps.items())
         lines.append(f"first call, {name}: {text}")
@@ -199,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "contestants": {c.name: reasons[c.name] or c.version() for c in contestants},
     }
     if o.calls or everything:
-        ready = [c for c in contestants if reasons[c.name] is None]
+        ready = [*(c for c in contestants if reasons[c.name] is None), Nothing()]
         results["calls"] = eager_calls(ready, device) + train_calls(ready, device)
     if o.first or everything:
         results["first"] = first_calls(device)

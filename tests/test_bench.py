@@ -1054,12 +1054,15 @@ def test_host_rows_have_both_modes_and_keep_failures(bench):
     assert len(rows) == 6 and found["ours", "graph"]["min_us"] > 0 and found["detached", "no_grad"]["min_us"] > 0
     assert found["detached", "graph"]["failed"] == "RuntimeError: records no graph"
     assert found["bad", "no_grad"]["failed"] == "RuntimeError: no such kernel"
-    rows += bench.host.train_calls(
+    trained = bench.host.train_calls(
         [trainee(bench, "ours"), contestant(bench, "bad", broken), bench.peers.Fa3()], "cpu", calls=1, rounds=1
     )
-    ours, bad, fa3 = rows[6:]
-    assert ours["mode"] == "train" and ours["min_us"] > 0 and bad["failed"] == "RuntimeError: no such kernel"
-    assert fa3["failed"] == "the package fa3-fwd has no backward"
+    modes = [row["mode"] for row in trained]
+    assert modes == ["train"] * 3 + ["train_one_thread"] * 3 and torch.autograd.is_multithreading_enabled()
+    for ours, bad, fa3 in (trained[:3], trained[3:]):
+        assert ours["min_us"] > 0 and bad["failed"] == "RuntimeError: no such kernel"
+        assert fa3["failed"] == "the package fa3-fwd has no backward"
+    rows += trained
     text = bench.host.report({"calls": rows, "first": {"fresh": {"first_call_s": 3.5}}})
     assert "first call, fresh: first_call_s 3.5" in text and "us median" in text
 
@@ -1091,6 +1094,14 @@ print(json.dumps(dict(stats=jit.stats()._asdict())))
     monkeypatch.setattr(planner, "capability_of", lambda device: (7, 0))
     monkeypatch.setattr(bench.host, "probe", lambda environ: {})
     assert "no kernel runs" in bench.host.first_calls("cuda")["bundle"]["failed"]
+
+
+def test_torch_alone_has_every_mode(bench):
+    nothing = bench.host.Nothing()
+    rows = bench.host.eager_calls([nothing], "cpu", calls=1, rounds=1)
+    rows += bench.host.train_calls([nothing], "cpu", calls=1, rounds=1)
+    assert [row["mode"] for row in rows] == ["no_grad", "graph", "train", "train_one_thread"]
+    assert all(row["contestant"] == "torch" and row["min_us"] > 0 for row in rows)
 
 
 # -------------------------------------------------------------------------------------------------------- curves
