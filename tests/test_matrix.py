@@ -13,10 +13,11 @@ from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.matrix import build, cells, run
 from flashattn_hopper.spec.arch import SM80, SM90
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import DTYPES, MASKS, Traits
+from flashattn_hopper.spec.problem import DTYPES, MASKS, QuantizeTraits, Traits
 
 report = pytest.importorskip("flashattn_hopper.matrix.report")
 page = pytest.importorskip("flashattn_hopper.matrix.page")
+merge = pytest.importorskip("flashattn_hopper.matrix.merge")
 
 ALL = cells.cells()
 KERNELS = [spec for spec in CATALOG if spec.arch is not None]
@@ -327,6 +328,17 @@ def test_kernels_of_this_gpu_are_compiled_before_they_run(monkeypatch):
     assert warmed == [*cells.variants(mine[0]), *cells.variants(mine[1])] and len(warmed) == 3
 
 
+def test_what_makes_the_operands_of_fp8_is_compiled_before_too():
+    for slug, traits in (
+        ("fwd.fp8.d128.causal.gqa", QuantizeTraits("bf16", 128, 128)),
+        ("fwd.fp8.d192x128.full.fp16_out", QuantizeTraits("fp16", 192, 128)),
+    ):
+        one = cell(slug, "sm90")
+        assert run.launched(one) == [*cells.variants(one), (sm90.QUANTIZER, traits, None, SM90)]
+    for slug in ("fwd.fp8.d128.causal.int8_qk", "fwd.bf16.d128.causal"):
+        assert run.launched(cell(slug, "sm90")) == cells.variants(cell(slug, "sm90"))
+
+
 @pytest.mark.compile
 def test_a_variant_is_compiled_and_read():
     mine = [cell(slug, "sm90") for slug in ("fwd.fp16.d64.full", "fwd.fp16.d64.full.gqa")]
@@ -357,9 +369,12 @@ def results():
 def test_json_has_every_cell_and_where_it_ran(results, tmp_path):
     report.write_json(report.record(results, quick=True), tmp_path / "m.json")
     found = json.loads((tmp_path / "m.json").read_text())
-    assert (found["schema"], found["quick"]) == (report.SCHEMA, True)
+    (ran,) = found["runs"]
+    assert (found["schema"], ran["quick"]) == (report.SCHEMA, True)
     assert found["counts"] == {"passed": 2, "failed": 1, "compiled-only": 2, "refused": 1}
-    assert found["versions"]["torch"].startswith(torch.__version__) and {"date", "gpu", "revision"} <= found.keys()
+    assert ran["versions"]["torch"].startswith(torch.__version__) and {"date", "gpu", "revision"} <= ran.keys()
+    assert {one["run"] for one in found["cells"]} == {0}
+    assert report.record(results, quick=True, revision="abc+")["runs"][0]["revision"] == "abc+"
     assert [one["id"] for one in found["cells"]] == [one.cell.id for one in results]
     first, second, failed, *_ = found["cells"]
     assert (first["error_multiple"], first["budget_share"], second["error_multiple"]) == (1.25, 0.3, None)
@@ -399,13 +414,72 @@ def test_the_page_has_a_square_for_each_cell_and_loads_nothing(results):
 
 def test_the_table_and_the_notes_are_what_was_found(results):
     console = pytest.importorskip("rich.console").Console(width=120, record=True, quiet=False)
-    console.print(report.table(results))
+    found = report.record(results, quick=False)
+    console.print(report.table(found))
     text = console.export_text()
     for words in ("1 failed", "1 passed", "1.25", "90%", "255 + 40 B"):
         assert words in text
-    failed, refused = report.notes(results)
+    failed, refused = report.notes(found)
     assert "dq: 3 < 4" in failed and "1 cells of sm90.forward: no window mask" in refused
-    assert report.summary(results) == "2 passed, 1 failed, 2 compiled-only, 1 refused"
+    assert report.summary(found) == "2 passed, 1 failed, 2 compiled-only, 1 refused"
+
+
+# Several machines
+
+
+def one_cell(status, arch="sm90", **rest):
+    """The matrix of a machine that has one cell."""
+    found = report.record([run.Result(cell("fwd.bf16.d64.full", arch), status, **rest)], quick=False)
+    found["runs"][0]["gpu"] = f"{arch} {status}"
+    return found
+
+
+def test_the_machine_that_knows_most_of_a_cell_is_believed():
+    refused, compiled = one_cell(run.REFUSED, reason="no compiler"), one_cell(run.COMPILED, registers=168, local=0)
+    passed, failed = one_cell(run.PASSED, share=0.3, multiple=1.25, worst="out", calls=4), one_cell(run.FAILED)
+    for matrices, status in (
+        ([compiled, passed], run.PASSED),
+        ([passed, compiled, refused], run.PASSED),
+        ([passed, failed], run.FAILED),
+        ([refused, compiled], run.COMPILED),
+    ):
+        found = merge.assembled([*matrices, one_cell(run.PASSED, "cpu")])
+        first, second = found["cells"]
+        assert (first["status"], first["arch"], second["arch"]) == (status, "sm90", "cpu")  # the order of the catalog
+        assert [found["runs"][one["run"]]["gpu"] for one in (first, second)] == [f"sm90 {status}", "cpu passed"]
+        assert sum(found["counts"].values()) == 2 and report.exit_status(found) == (status == run.FAILED)
+    again = merge.assembled([one_cell(run.COMPILED, "sm80"), merge.assembled([compiled, passed])])
+    assert [again["runs"][one["run"]]["gpu"] for one in again["cells"]] == ["sm90 passed", "sm80 compiled-only"]
+
+
+def test_only_what_no_other_machine_has_is_left(tmp_path):
+    mine = [cell("fwd.bf16.d64.full", arch) for arch in ("sm90", "sm80", "cpu")]
+    left = lambda *added, here=(9, 0): [one.arch for one in merge.left(mine, added, here)]
+    assert left() == ["sm90", "sm80", "cpu"]
+    assert left(one_cell(run.COMPILED), one_cell(run.COMPILED, "sm80")) == ["sm90", "cpu"]  # it runs here
+    assert left(one_cell(run.COMPILED), here=None) == ["sm80", "cpu"]
+    assert left(one_cell(run.PASSED), one_cell(run.FAILED, "cpu")) == ["sm80"]
+    assert left(one_cell(run.REFUSED, "sm80"), here=None) == ["sm90", "sm80", "cpu"]  # there was no compiler
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found.update(schema="flashattn_hopper.matrix/1"), "its schema is 'flashattn_hopper.matrix/1'"),
+        (lambda found: found["cells"][0].update(id="cpu/other.forward/x"), "cpu/other.forward/x is no cell"),
+    ],
+)
+def test_a_file_of_something_else_is_not_added(change, message, tmp_path):
+    found, path = one_cell(run.PASSED), tmp_path / "m.json"
+    report.write_json(found, path)
+    assert merge.read(path) == found
+    change(found)
+    report.write_json(found, path)
+    with pytest.raises(ValueError, match=message):
+        merge.read(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="its schema is None"):
+        merge.read(path)
 
 
 # The command
@@ -436,7 +510,28 @@ def test_a_failed_cell_is_exit_status_1(command, monkeypatch):
     assert result.exit_code == 1 and "3 failed" in result.output
 
 
-@pytest.mark.parametrize("args", [("--arch", "sm77"), ("--json", "/no/such/folder/m.json"), ("--processes", "0")])
+def test_the_command_adds_what_another_machine_ran(command, tmp_path):
+    report.write_json(one_cell(run.COMPILED, registers=168, local=0), tmp_path / "other.json")
+    first = command("--quick", "--json", tmp_path / "m.json", "--add", tmp_path / "other.json", "--revision", "abc")
+    assert first.exit_code == 0 and "3 passed, 1 compiled-only" in first.output, first.output
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert [(one["arch"], one["run"]) for one in found["cells"]] == [("sm90", 1), *[("cpu", 0)] * 3]
+    assert found["runs"][0]["revision"] == "abc"
+    second = command("--quick", "--add", tmp_path / "m.json", "--html", tmp_path / "m.html")
+    assert "matrix  0 cells" in second.output and "3 passed, 1 compiled-only" in second.output
+    text = (tmp_path / "m.html").read_text()
+    assert "1 of sm90" in text and "3 of cpu" in text and text.count("<dl>") == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--arch", "sm77"),
+        ("--json", "/no/such/folder/m.json"),
+        ("--processes", "0"),
+        ("--add", "/no/such/m.json"),
+    ],
+)
 def test_a_request_that_is_refused_is_exit_status_2(command, args):
     result = command(*args)
     assert result.exit_code == 2 and "Traceback" not in result.output

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from .. import hopper_attention, jit, oracle
-from ..arguments import TORCH_DTYPES
+from ..arguments import TORCH_DTYPES, WORDS
+from ..kernels.sm90.specs import QUANTIZER
 from ..planner import Capability, capability_of
 from ..quantize import dequantize, quantize_fp8
 from ..spec.arch import CPU
-from ..spec.problem import BWD, FWD, Traits
+from ..spec.problem import BWD, FWD, QuantizeTraits, Traits
 from .build import Builder, missing_compiler
 from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
 
@@ -89,9 +90,18 @@ def run_all(
 def _warm(cells, processes) -> None:
     """Why: where they are called first, kernels are compiled one after the other; here side by side."""
     try:
-        jit.warmup([one for cell in cells for one in variants(cell)], processes)
+        jit.warmup([one for cell in cells for one in launched(cell)], processes)
     except (RuntimeError, ImportError):
         pass  # no disk cache, no compiler or a kernel that does not compile: the cells themselves will say
+
+
+def launched(cell: Cell) -> list[tuple]:
+    """What the calls of a cell launch: its variants and, where FP8 operands are made from others, what makes them."""
+    traits = cell.traits
+    if traits.dtype != "fp8" or _codes(traits):
+        return variants(cell)
+    operands = QuantizeTraits(WORDS[_input_dtype(traits)], traits.headdim, traits.headdim_v)
+    return [*variants(cell), (QUANTIZER, operands, None, QUANTIZER.arch)]
 
 
 @contextlib.contextmanager
@@ -167,11 +177,15 @@ def _operands(traits: Traits, call: Call, device: str):
     s = call.shape
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr((traits, call)).encode()))
     make = lambda *shape: torch.randn(shape, generator=generator, device=device)
-    dtype = next((OUTPUTS[word] for word in OUTPUTS if word in traits.features), INPUTS[traits.dtype])
+    dtype = _input_dtype(traits)
     q, dout = (make(s.batch, s.seqlen_q, s.num_heads_q, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
     k, v = (make(s.batch, s.seqlen_k, s.num_heads_kv, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
     dlse = make(s.batch, s.num_heads_q, s.seqlen_q)
     return q, k, v, dout, dlse.double() if traits.dtype == "fp64" else dlse
+
+
+def _input_dtype(traits: Traits) -> torch.dtype:
+    return next((OUTPUTS[word] for word in OUTPUTS if word in traits.features), INPUTS[traits.dtype])
 
 
 def _computed(cell: Cell, call: Call, operands, *flows) -> dict[str, torch.Tensor]:
