@@ -92,6 +92,16 @@ def test_an_unknown_arch_is_named():
         cells.cells(["cpu", "sm77"])
 
 
+def test_cells_of_one_kernel():
+    assert {one.spec.name for one in cells.cells(kernels=["sm80.backward"])} == {"sm80.backward"}
+    mine = cells.cells(["sm90"], kernels=["sm80.backward", "sm90.forward"])
+    assert mine == [one for one in cells.cells(["sm90"]) if one.spec.name in ("sm80.backward", "sm90.forward")]
+    with pytest.raises(
+        ValueError, match=r"--kernel sm90.sideways: there is none of that name; there are sm90.forward,"
+    ):
+        cells.cells(kernels=["sm90.sideways"])
+
+
 def test_quick_compiles_one_cell_a_kernel_and_leaves_out_no_precision():
     found = cells.cells(quick=True)
     compiled = [one for one in found if cells.fate(one, None).what == cells.COMPILE]
@@ -491,7 +501,11 @@ def command(monkeypatch):
     cli = pytest.importorskip("flashattn_hopper.matrix.cli")
     testing = pytest.importorskip("typer.testing")
     few = ("fwd.bf16.d64.causal", "bwd.fp32.d64.window", "fwd.fp64.d64.full")
-    chosen = lambda archs, quick, here: [] if cells.cells(archs, True) is None else [cell(slug) for slug in few]
+
+    def chosen(archs, quick, here, kernels):
+        cells.cells(archs, True, kernels=kernels)  # what it refuses
+        return [cell(slug) for slug in few]
+
     monkeypatch.setattr(cli, "cells", chosen)
     return lambda *args: testing.CliRunner().invoke(cli.app, ["matrix", *map(str, args)])
 
@@ -527,6 +541,7 @@ def test_the_command_adds_what_another_machine_ran(command, tmp_path):
     "args",
     [
         ("--arch", "sm77"),
+        ("--kernel", "sm90.sideways"),
         ("--json", "/no/such/folder/m.json"),
         ("--processes", "0"),
         ("--add", "/no/such/m.json"),

@@ -25,6 +25,10 @@ def matrix(
     arch: Annotated[
         list[str] | None, typer.Option(help=f"one of {', '.join(arch_names())}; may be repeated (default: all)")
     ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="a kernel of the catalog, such as sm90.forward; may be repeated (default: all)"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option(help="one head dimension and few features, one compiled cell a kernel")
     ] = False,
@@ -44,7 +48,7 @@ def matrix(
     capability = here()
     try:
         added = [merge.read(path) for path in add or ()]
-        wanted = merge.left(cells(arch, quick, capability), added, capability)
+        wanted = merge.left(cells(arch, quick, capability, kernels=kernel), added, capability)
         _check_folders(json, html)
     except ValueError as error:
         raise refuse(error) from error
