@@ -335,10 +335,15 @@ def test_kernels_of_this_gpu_are_compiled_before_they_run(monkeypatch):
     mine = [cell("bwd.bf16.d64.full", "sm90"), cell("fwd.bf16.d256.causal", "sm90"), cell("fwd.bf16.d64.full")]
     results = run.run_all(mine, (9, 0))
     assert ran == mine and {one.status for one in results} == {run.PASSED}
-    assert warmed == [*cells.variants(mine[0]), *cells.variants(mine[1])] and len(warmed) == 3
+    assert warmed == [*run.launched(mine[0]), *cells.variants(mine[1])] and len(warmed) == 4
 
 
-def test_what_makes_the_operands_of_fp8_is_compiled_before_too():
+def test_what_a_kernel_needs_is_compiled_before_too():
+    for slug, backend in (("bwd.bf16.d192x128.causal.gqa", "sm90"), ("bwd.fp16.d48.full", "sm80")):
+        one = next(one for one in ALL if (one.arch, one.spec.backend, one.traits.slug) == ("sm90", backend, slug))
+        mine, (spec, traits, tile, arch) = run.launched(one)[:-1], run.launched(one)[-1]
+        assert mine == cells.variants(one) and (spec.name, arch) == (f"{backend}.forward", SM90)
+        assert traits == spec.compiled(replace(one.traits, phase="fwd")) and tile in {row.tile for row in spec.tiles}
     for slug, traits in (
         ("fwd.fp8.d128.causal.gqa", QuantizeTraits("bf16", 128, 128)),
         ("fwd.fp8.d192x128.full.fp16_out", QuantizeTraits("fp16", 192, 128)),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .. import hopper_attention, jit, oracle
+from .. import hopper_attention, jit, oracle, planner
 from ..arguments import TORCH_DTYPES, WORDS
 from ..kernels.sm90.specs import QUANTIZER
 from ..planner import Capability, capability_of
@@ -96,12 +96,18 @@ def _warm(cells, processes) -> None:
 
 
 def launched(cell: Cell) -> list[tuple]:
-    """What the calls of a cell launch: its variants and, where FP8 operands are made from others, what makes them."""
-    traits = cell.traits
-    if traits.dtype != "fp8" or _codes(traits):
-        return variants(cell)
-    operands = QuantizeTraits(WORDS[_input_dtype(traits)], traits.headdim, traits.headdim_v)
-    return [*variants(cell), (QUANTIZER, operands, None, QUANTIZER.arch)]
+    """What the calls of a cell launch: its variants; before a backward, the forward; before an FP8 forward, what makes
+    its operands."""
+    spec, traits = cell.spec, cell.traits
+    made = variants(cell)
+    if traits.phase == BWD:
+        forward = replace(traits, phase=FWD)
+        plans = [planner.plan(forward, spec.arch.capability, spec.backend, call.shape) for call in calls(cell)]
+        made += [(*plan, plan.spec.arch) for plan in plans]
+    elif traits.dtype == "fp8" and not _codes(traits):
+        operands = QuantizeTraits(WORDS[_input_dtype(traits)], traits.headdim, traits.headdim_v)
+        made.append((QUANTIZER, operands, None, QUANTIZER.arch))
+    return list(dict.fromkeys(made))
 
 
 @contextlib.contextmanager
