@@ -38,7 +38,9 @@ def matrix(
         list[Path] | None,
         typer.Option(help="a JSON file of another machine, whose cells this one need not repeat; may be repeated"),
     ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="compilers at a time (default: one a core)")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="processes that compile, and run what a CPU runs (default: one a core)")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="for a copy of the tree without git's history")] = None,
 ):
     """Hold every kernel of the catalog against float64; what cannot run on this machine is compiled and read.

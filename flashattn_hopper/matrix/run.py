@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ..planner import Capability, capability_of
 from ..quantize import dequantize, quantize_fp8
 from ..spec.arch import CPU
 from ..spec.problem import BWD, FWD, QuantizeTraits, Traits
-from .build import Builder, missing_compiler
+from .build import Crew, Job, compilation, missing_compiler
 from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
 
 PASSED, FAILED, COMPILED = "passed", "failed", "compiled-only"
@@ -64,27 +65,33 @@ def run_all(
     on_start: Callable[[int], Any] = lambda total: None,
     on_step: Callable[[], Any] = lambda: None,
 ) -> list[Result]:
-    """The result of every cell, in order, from its first `most_calls` calls (None: all). Compilers work in `processes`
-    beside what runs here.
+    """The result of every cell, in order, from its first `most_calls` calls (None: all). What the GPU runs, runs here;
+    beside it `processes` compile, and run what a CPU runs.
 
     `on_start` gets the number of steps: cells to run and variants to compile. `on_step` may come from any thread.
     """
-    fates = [fate(cell, capability) for cell in cells]
     absent = missing_compiler()
-    compiled = [] if absent else [cell for cell, (what, _) in zip(cells, fates) if what == COMPILE]
-    with Builder((one for cell in compiled for one in variants(cell)), processes) as builder:
-        on_start(len(builder.futures) + sum(what == RUN for what, _ in fates))
-        builder.when_built(on_step)
-        _warm([cell for cell, (what, _) in zip(cells, fates) if what == RUN and cell.spec.arch], processes)
-        found = {}
+    fates = {cell: fate(cell, capability) for cell in cells}
+    found = {cell: Result(cell, REFUSED, reason) for cell, (what, reason) in fates.items() if what == REFUSED}
+    mine = [cell for cell, (what, _) in fates.items() if what == RUN and cell.arch != CPU]
+    jobs = {
+        cell: [Job(run, (cell, most_calls))] for cell, (what, _) in fates.items() if (what, cell.arch) == (RUN, CPU)
+    }
+    for cell in [cell for cell, (what, _) in fates.items() if what == COMPILE]:
+        if absent:
+            found[cell] = Result(cell, REFUSED, absent)
+        else:
+            jobs[cell] = [compilation(variant) for variant in variants(cell)]
+    with Crew(itertools.chain.from_iterable(jobs.values()), processes) as crew:
+        on_start(len(crew.futures) + len(mine))
+        crew.when_done(on_step)
+        _warm(mine, processes)
         with _one_thread():
-            for cell, (what, reason) in zip(cells, fates):
-                if what == RUN:
-                    found[cell] = run(cell, most_calls)
-                    on_step()
-                elif what == REFUSED or absent:
-                    found[cell] = Result(cell, REFUSED, reason or absent)
-        return [found[cell] if cell in found else _read(cell, builder) for cell in cells]
+            for cell in mine:
+                found[cell] = run(cell, most_calls)
+                on_step()
+        found |= {cell: _collected(cell, crew, asked) for cell, asked in jobs.items()}
+    return [found[cell] for cell in cells]
 
 
 def _warm(cells, processes) -> None:
@@ -112,7 +119,7 @@ def launched(cell: Cell) -> list[tuple]:
 
 @contextlib.contextmanager
 def _one_thread():
-    """Why: small tensors, beside compilers. A thread pool would mostly wait for the other cores."""
+    """Why: small tensors, beside workers. A thread pool would mostly wait for the other cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -121,12 +128,18 @@ def _one_thread():
         torch.set_num_threads(before)
 
 
-def _read(cell, builder) -> Result:
-    used = [builder.used(variant) for variant in variants(cell)]
-    error = next((one.error for one in used if one.error), "")
+def _collected(cell, crew, jobs) -> Result:
+    try:
+        answers = [crew.answer(job) for job in jobs]
+    except RuntimeError as error:
+        return Result(cell, FAILED, str(error))
+    if cell.arch == CPU:
+        return answers[0]
+    error = next((used.error for used in answers if used.error), "")
     if error:
         return Result(cell, FAILED, error)
-    return Result(cell, COMPILED, registers=max(one.registers for one in used), local=max(one.local for one in used))
+    registers, local = (max(getattr(used, name) for used in answers) for name in ("registers", "local"))
+    return Result(cell, COMPILED, registers=registers, local=local)
 
 
 def run(cell: Cell, most_calls: int | None = None) -> Result:
