@@ -217,6 +217,20 @@ def test_a_wrong_gradient_fails(dtype, monkeypatch):
     assert result.status == run.FAILED and "dv: largest error" in result.reason
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_one_key_for_each_query_in_float32(monkeypatch):
+    """Plain PyTorch's dv is exactly dout there; one whose P comes from a stored lse is not, by the logit's rounding."""
+    one = cell("bwd.fp8.d192x128.window.fp32_out")
+    alone = [call for call in cells.calls(one) if call.mask["window_size"] == (0, 0)]
+    monkeypatch.setattr(run, "calls", lambda _: alone)
+    assert run.run(one).status == run.PASSED
+    monkeypatch.setattr(
+        run, "hopper_attention", lambda q, k, v, **rest: hopper_attention(q, k, _scale_grad(v, 1 + 3e-5), **rest)
+    )
+    result = run.run(one)
+    assert result.status == run.FAILED and "dv: largest error" in result.reason and "makes 0.000e+00" in result.reason
+
+
 def _scale_grad(x, factor):
     return x * factor - (x * (factor - 1)).detach()
 
