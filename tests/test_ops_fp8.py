@@ -248,7 +248,7 @@ BAD = {
     "data": (changed(0, data=None), {}, TypeError, ["q: expected a torch.Tensor"]),
     "v int8": (changed(2, data=torch.ones(2, 7, 2, 8).to(torch.int8)), {}, TypeError, ["v: codes are int8"]),
     "half codes": (changed(1, data=torch.ones(2, 7, 2, 16).half()), {}, ValueError, ["k: codes are float16", "int8"]),
-    "mixed codes": (changed(1, data=torch.ones(2, 7, 2, 16).to(torch.int8)), {}, TypeError, ["k int8"]),
+    "mixed codes": (changed(1, data=torch.ones(2, 7, 2, 16).to(E4M3)), {}, TypeError, ["q int8", "k float8_e4m3fn"]),
     "heads": (changed(0, data=torch.ones(2, 5, 3, 16).to(E4M3)), {}, ValueError, ["3 query heads"]),
     "descale shape": (changed(1, descale=torch.ones(2, 2)), {}, ValueError, ["k: descale", "(2, 2, 1)", "rows=128"]),
     "descale dtype": (changed(1, descale=torch.ones(2, 2, 1).half()), {}, TypeError, ["k: descale is float16"]),
@@ -285,7 +285,7 @@ def test_explain():
         "reference",
         "reference.backward_fp8",
     )
-    assert said.slug == "fwd.fp8.d16x8.full.gqa" and "q, k, v: quantized on every call" in said.notes
+    assert said.slug == "fwd.fp8.d16x8.full.gqa.int8_qk" and "q, k, v: quantized on every call" in said.notes
     said = explain(*quantize_fp8(q, k, v))
     assert (said.kernel, said.backward) == ("reference.forward_fp8", None) and "carry no gradient" in str(said)
     assert "cast" not in str(explain(q.float(), k.float(), v.float(), precision="fp8"))
@@ -301,7 +301,7 @@ def test_cuda_tensors_take_it_only_by_name(monkeypatch):
             hopper_attention(*operands, precision="fp8")
         message = str(info.value)
         for part in (
-            "no kernel runs fwd.fp8.d16x8.full.gqa on sm_90",
+            "no kernel runs fwd.fp8.d16x8.full.gqa.int8_qk on sm_90",
             "sm90.forward_fp8: only with backend='sm90': its tests have not all run on a GPU yet",
             "reference.forward_fp8: runs on sm_90 only with backend='reference'",
             'backend="reference" runs it',
