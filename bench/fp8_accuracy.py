@@ -84,13 +84,13 @@ def inputs(name: str, seed: int, seqlen=SEQLEN, headdim=HEADDIM, batch=1, heads=
 
 # ----------------------------------------------------------------------------------------------------------- recipes
 # The second one is the default; what a step of the recipe is worth shows in e4m3.
-E4M3 = {"qk_dtype": "fp8"}
+FLOAT8 = {"qk_dtype": "fp8"}
 RECIPES = {
-    "fp8": E4M3,
+    "fp8": FLOAT8,
     "fp8, int8 q and k": {"qk_dtype": "int8"},
-    "fp8, no smoothing": {**E4M3, "smooth_k": False},
-    "fp8, no rotation": {**E4M3, "hadamard": False},
-    "fp8, neither": {**E4M3, "hadamard": False, "smooth_k": False},
+    "fp8, no smoothing": {**FLOAT8, "smooth_k": False},
+    "fp8, no rotation": {**FLOAT8, "hadamard": False},
+    "fp8, neither": {**FLOAT8, "hadamard": False, "smooth_k": False},
     "bf16": None,
 }
 

@@ -291,19 +291,23 @@ def test_explain():
     assert "cast" not in str(explain(q.float(), k.float(), v.float(), precision="fp8"))
 
 
-def test_cuda_tensors_take_it_only_by_name(monkeypatch):
+def test_cuda_tensors_take_the_kernel_or_the_emulation_by_name(monkeypatch):
     """Tensors of a CPU stand in for those of a GPU: the planner sees only the capability."""
-    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr("flashattn_hopper.api._calls", runner.Memo())
     q, k, v = qkv()
     for operands in ((q, k, v), quantize_fp8(q, k, v)):
+        monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+        said = explain(*(torch.zeros(1, 4, 2, 32) for _ in range(3)), precision="fp8")
+        assert said.kernel is None and "fp32_out" in dict(said.refused)["sm90.forward_fp8"]
+        with pytest.raises(NotImplementedError, match="multiples of 16"):  # headdim_v 8
+            hopper_attention(*operands, precision="fp8")
+        monkeypatch.setattr(planner, "capability_of", lambda device: (8, 0))
         with pytest.raises(NotImplementedError) as info:
             hopper_attention(*operands, precision="fp8")
         message = str(info.value)
         for part in (
-            "no kernel runs fwd.fp8.d16x8.full.gqa.int8_qk on sm_90",
-            "sm90.forward_fp8: only with backend='sm90': its tests have not all run on a GPU yet",
-            "reference.forward_fp8: runs on sm_90 only with backend='reference'",
+            "no kernel runs fwd.fp8.d16x8.full.gqa.int8_qk on sm_80",
+            "reference.forward_fp8: runs on sm_80 only with backend='reference'",
             'backend="reference" runs it',
         ):
             assert part in message
@@ -312,6 +316,16 @@ def test_cuda_tensors_take_it_only_by_name(monkeypatch):
         assert said.kernel is None and set(dict(said.refused)) == refused
         assert explain(*operands, precision="fp8", backend="reference").kernel == "reference.forward_fp8"
         assert hopper_attention(*operands, backend="reference", precision="fp8").isfinite().all()
+
+
+def test_explain_names_the_kernels_of_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    said = explain(*torch.zeros(3, 1, 4, 2, 64, dtype=BF), precision="fp8")
+    assert (said.kernel, said.backward, said.compiled) == (
+        "sm90.forward_fp8",
+        "sm90.backward",
+        "fwd.fp8.d64.full.int8_qk",
+    )
 
 
 def test_block_scaled_is_public():

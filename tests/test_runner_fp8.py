@@ -248,8 +248,8 @@ def test_the_scripts_compile_what_they_run(launched, scripts, monkeypatch):
     accuracy, checks = scripts
     compiled = []
     monkeypatch.setattr(jit, "warmup", lambda variants: compiled.extend(variants))
-    accuracy.compile_kernels((64,), [checks.E4M3, checks.INT8, None])
-    accuracy.compile_kernels((128,), [checks.E4M3], half="fp16", backward=False)
+    accuracy.compile_kernels((64,), [checks.FLOAT8, checks.INT8, None])
+    accuracy.compile_kernels((128,), [checks.FLOAT8], half="fp16", backward=False)
     slugs = {traits.slug for _, traits, *_ in compiled}
     assert {f"fwd.fp8.d64.{mask}{end}" for mask in accuracy.MASKS for end in ("", ".int8_qk")} <= slugs
     assert {f"{phase}.bf16.d64.{mask}" for phase in ("fwd", "bwd") for mask in accuracy.MASKS} <= slugs
