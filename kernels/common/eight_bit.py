@@ -69,6 +69,42 @@ def pack4_int8(a, b, c, d):
     return Int32(_asm(T.i32(), text, "=r,f,f,f,f", *map(Float32, (a, b, c, d))))
 
 
+def pack4_halves(low, high):
+    """Two words of two halves as four e4m3 codes in one word, in that order. Saturates."""
+    text = (
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f16x2 lo, $1; cvt.rn.satfinite.e4m3x2.f16x2 hi, $2; "
+        "mov.b32 $0, {lo, hi}; }"
+    )
+    return Int32(_asm(T.i32(), text, "=r,r,r", Int32(low), Int32(high)))
+
+
+def add_halves(a, b):
+    """Of two words of two halves."""
+    return Int32(_asm(T.i32(), "add.rn.f16x2 $0, $1, $2;", "=r,r,r", Int32(a), Int32(b)))
+
+
+def fma_saturated(a, b, c):
+    """a * b + c, at least 0 and at most 1; NaN becomes 0."""
+    return Float32(_asm(T.f32(), "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", *map(Float32, (a, b, c))))
+
+
+def exp2_halves(low, high, one):
+    """2^x of two x from -15 to 16 as two halves in a word, without the pipe of exponentials: relative error 2.7e-3.
+
+    `low` is the float 1.5 * 2^23 + 1024 (x + 15), `high` the same less HIGH, so that the integer (high << 16) + low has
+    two halves in it that are worth 2^n (1 + f), x = n + f. In their place: 2^n p(1 + f) with p of degree two and
+    p(1) = 1 exactly, put together by one integer addition. `one` is ONES in a register, where it costs nothing.
+    """
+    text = (
+        "{ .reg .b32 w, g, p, c; mad.lo.u32 w, $2, 65536, $1; lop3.b32 g, w, 0x03FF03FF, $3, 0xEA; "
+        "mov.b32 p, 0x35463546; mov.b32 c, 0x1E191E19; fma.rn.f16x2 p, p, g, c; "
+        "mov.b32 c, 0x39523952; fma.rn.f16x2 p, p, g, c; sub.u32 w, w, g; add.u32 $0, w, p; }"
+    )
+    return Int32(_asm(T.i32(), text, "=r,r,r,r", bits_of(low), bits_of(high), Int32(one)))
+
+
+HIGH, ONES = 0x4B40, 0x3C003C00
+
 PACK4 = {"e4m3": pack4_e4m3, "int8": pack4_int8}
 
 

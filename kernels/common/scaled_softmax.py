@@ -15,13 +15,30 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 
-from .eight_bit import multiply
+from .eight_bit import (
+    HIGH,
+    ONES,
+    PACK4,
+    add_halves,
+    exp2_halves,
+    float_of,
+    fma_saturated,
+    half_of,
+    multiply,
+    pack4_halves,
+)
+from .work import again
 from .softmax import LN_2, Softmax, quad, row_of, tree
 
 P_SHIFT = 8.0  # log2 of the scale of P
 SMALLEST = 2.0**-126  # a multiplier below it, or NaN, counts as it: a hidden score is -inf and must stay it
+
+
+def first_of(w):
+    """Of the four scores whose codes are register w of P: two neighbours from each of two neighbouring groups of S."""
+    return 2 * (w % 2) + 8 * (w // 2)
 
 
 def float_tops(S):
@@ -38,6 +55,7 @@ class ScaledSoftmax(Softmax):
     k_scale: Float32 | None = None
     votes: bool = False  # whether to take the branch of `tops`
     below: Any = None  # whether a row of this warp has a bias below zero
+    polynomial: int = 0  # of eight blocks of 16 keys, those whose exponentials are polynomials
     codes: Any = None  # the scores as they leave the product, before a mask
 
     def of_tile(self, n):
@@ -81,38 +99,61 @@ class ScaledSoftmax(Softmax):
         `exact` rounds the scaled score before it subtracts, as the maximum was: that cancels at any magnitude.
         """
         tops = float_tops(S) if const_expr(tops is None) else tops
-        exponents = [S[i] for i in range(cute.size(S))]
+        scores = [S[i] for i in range(cute.size(S))]
         alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        scales, news = [], []
         for r in cutlass.range_constexpr(2):
             scale = self.scale_log2[r] * self.k_scale
             poison[r] = multiply(scale, Float32(0.0))
-            scale = cute.arch.fmax(scale, Float32(SMALLEST))
-            top = quad(cute.arch.fmax, tops[r])
-            old = self.bias[r]
+            scales.append(cute.arch.fmax(scale, Float32(SMALLEST)))
+        quads = [quad(cute.arch.fmax, tops[r]) for r in range(2)]
+        for r in cutlass.range_constexpr(2):
+            scale, top, old = scales[r], quads[r], self.bias[r]
             # A row or a tile that held inf or NaN has the scale NaN; so becomes the sum of each row that sees it.
             poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r])
             new = cute.arch.fmax(old, multiply(top, scale))
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             alpha[r] = cute.arch.exp2(old - new)
-            for i in row_of(len(exponents), r):
-                if const_expr(exact):
-                    exponents[i] = (multiply(exponents[i], scale) - new) + P_SHIFT
-                else:
-                    exponents[i] = exponents[i] * scale + (P_SHIFT - new)
-        self.exponentiate(S, exponents, alpha)
+            news.append(new)
+            self.row(S, scores, r, scale, new, exact, alpha[r])
         for r in cutlass.range_constexpr(2):
             self.row_sum[r] = self.row_sum[r] + poison[r]
         return alpha
 
-    def exponentiate(self, P, exponents, alpha):
-        """exp2 into P, and each row's sum in one chain: an addition takes less time than the next exponential."""
-        for r in range(2):
-            total = self.row_sum[r] * alpha[r]
-            for i in row_of(len(exponents), r):
-                P[i] = cute.arch.exp2(exponents[i])
-                total = total + P[i]
-            self.row_sum[r] = total
+    def row(self, S, scores, r, scale, bias, exact, alpha):
+        """One row's scores to codes, four in the first of the registers that their scores had, and its sum."""
+        if exact:
+            scored = lambda i: (multiply(scores[i], scale) - bias) + P_SHIFT
+            slope, offset = Float32(1.0 / 31), Float32(15.0 / 31)
+        else:
+            shift = P_SHIFT - bias
+            scored = lambda i: scores[i] * scale + shift
+            slope, offset = scale * (1.0 / 31), (shift + 15.0) * (1.0 / 31)
+        total, halves, one = self.row_sum[r] * alpha, None, again(Int32(ONES)) if self.polynomial else None
+        for w in range(r, cute.size(S) // 4, 2):
+            s = first_of(w)
+            places = [s + e for e in (0, 1, 4, 5)]
+            if self.by_polynomial(w // 2):
+                y = []
+                for e, i in enumerate(places):
+                    x = scored(i) if exact else scores[i]
+                    y.append(fma_saturated(x, slope, offset) * 31744.0 + (12582912.0 - HIGH * (e % 2)))
+                u, v = exp2_halves(y[0], y[1], one), exp2_halves(y[2], y[3], one)
+                word, both = pack4_halves(u, v), add_halves(u, v)
+                halves = both if halves is None else add_halves(halves, both)
+            else:
+                p = [cute.arch.exp2(scored(i)) for i in places]
+                for x in p:
+                    total = total + x
+                word = PACK4["e4m3"](*p)
+            S[s] = float_of(word)
+        if halves is not None:
+            total = total + (half_of(halves, 0, Float16) + half_of(halves, 1, Float16))
+        self.row_sum[r] = total
+
+    def by_polynomial(self, block):
+        return block * self.polynomial % 8 < self.polynomial
 
     def rescale(self, O, inverse):
         """By the factors of `finish`. 0 is a row without keys, whose O may hold NaN of a V that it does not see."""

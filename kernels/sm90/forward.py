@@ -198,7 +198,8 @@ class Forward:
         pair = lambda: cute.make_rmem_tensor(2, Float32)
         if self.fp8:
             votes = not (self.tile.serial or self.traits.int8_qk)
-            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes)
+            import os
+            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes, polynomial=int(os.environ.get('POLY','0')))
         return Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous())
 
     def scaled(self, dev, softmax, work, row):

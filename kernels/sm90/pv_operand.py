@@ -16,8 +16,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..common.convert import to_half
-from ..common.eight_bit import PACK4
+from ..common.scaled_softmax import first_of
 from ..common.softmax import rescale
+from ..common.work import kept
 from .pipeline import Ring
 from .tensors import SLAB, slices
 
@@ -102,6 +103,7 @@ class Promoted:
     P: cute.Tensor
     O: cute.Tensor
     T: cute.Tensor  # the product of one tile and one block of columns
+    zero: Int32
     lag: cute.Tensor  # what O must still be multiplied by: it is done together with adding T
 
     @staticmethod
@@ -131,6 +133,7 @@ class Promoted:
             P=mma.make_fragment_A(thr.partition_shape_A((SLAB, tile.tile_n))),
             O=cute.make_rmem_tensor(((2, 2, headdim_v // 8), 1, 1), Float32),  # as one product would have it
             T=cute.make_rmem_tensor(thr.partition_shape_C((SLAB, columns)), Float32),
+            zero=kept(Int32(0), 0),
             lag=cute.make_rmem_tensor(2, Float32),
         )
 
@@ -174,11 +177,10 @@ class Promoted:
             self.lag[r] = alpha[r]
 
     def pack(self, S):
-        """A register of P is four codes of one row: two neighbours from each of two neighbouring groups of S."""
-        words = cute.recast_tensor(self.P, Int32)
+        """Codes that the softmax left in registers of the scores, because a product may still have been reading P."""
+        words, codes = cute.recast_tensor(self.P, Int32), cute.recast_tensor(S, Int32)
         for w in range(cute.size(words)):
-            s = 2 * (w % 2) + 8 * (w // 2)
-            words[w] = PACK4["e4m3"](*[S[s + e] for e in (0, 1, 4, 5)])
+            words[w] = codes[first_of(w)] + self.zero
 
 
 @dataclass(frozen=True)
