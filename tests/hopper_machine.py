@@ -290,6 +290,9 @@ class _Warp(_Block):
             self.mbarriers[self.place(operands[0], active)] = _Arrivals(count, count)
             return
         barrier = self.mbarriers[self.place(operands[1], active)]
+        if words[1] == "test_wait":
+            self.put(operands[0], barrier.phase != self.get(operands[2]), active)
+            return
         if "expect_tx" in words:
             barrier.num_bytes += int(self.get(operands[2])[active][0])
         barrier.pending -= int(active.sum())

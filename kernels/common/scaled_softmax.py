@@ -23,7 +23,6 @@ from .eight_bit import (
     PACK4,
     add_halves,
     exp2_halves,
-    float_of,
     fma_saturated,
     half_of,
     multiply,
@@ -36,9 +35,10 @@ P_SHIFT = 8.0  # log2 of the scale of P
 SMALLEST = 2.0**-126  # a multiplier below it, or NaN, counts as it: a hidden score is -inf and must stay it
 
 
-def first_of(w):
-    """Of the four scores whose codes are register w of P: two neighbours from each of two neighbouring groups of S."""
-    return 2 * (w % 2) + 8 * (w // 2)
+def word(w):
+    """The scores whose codes are register w of P: two neighbours of a row from each of two neighbouring groups of S."""
+    first = 2 * (w % 2) + 8 * (w // 2)
+    return [first + e for e in (0, 1, 4, 5)]
 
 
 def float_tops(S):
@@ -66,9 +66,12 @@ class ScaledSoftmax(Softmax):
     def of_scores(self, S):
         return replace(self, codes=S)
 
+    def first(self, S, exact):
+        return self.to_codes(S, exact, float_tops(S))[0]
+
     def tile(self, S, masked, exact, O):
         tops = float_tops if masked else self.code_tops if self.codes.element_type is Int32 else self.tops
-        return self.update(S, exact, tops(S))
+        return self.to_codes(S, exact, tops(S))
 
     def code_tops(self, S):
         return [reduce(cutlass.max, [self.codes[i] for i in row_of(cute.size(S), r)]).to(Float32) for r in range(2)]
@@ -93,12 +96,12 @@ class ScaledSoftmax(Softmax):
         return top
 
     @cute.jit
-    def update(self, S, exact, tops=None):
-        """Scores to P in place; returns the two factors for O. `tops`: the rows' maxima, of what this thread has.
+    def to_codes(self, S, exact, tops):
+        """Words of P, four codes each, and the two factors for O. `tops`: the rows' maxima, of what this thread has.
 
         `exact` rounds the scaled score before it subtracts, as the maximum was: that cancels at any magnitude.
         """
-        tops = float_tops(S) if const_expr(tops is None) else tops
+        P = cute.make_rmem_tensor(cute.size(S) // 4, Int32)
         scores = [S[i] for i in range(cute.size(S))]
         alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         scales, news = [], []
@@ -116,13 +119,13 @@ class ScaledSoftmax(Softmax):
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             alpha[r] = cute.arch.exp2(old - new)
             news.append(new)
-            self.row(S, scores, r, scale, new, exact, alpha[r])
+            self.row(P, scores, r, scale, new, exact, alpha[r])
         for r in cutlass.range_constexpr(2):
             self.row_sum[r] = self.row_sum[r] + poison[r]
-        return alpha
+        return P, alpha
 
-    def row(self, S, scores, r, scale, bias, exact, alpha):
-        """One row's scores to codes, four in the first of the registers that their scores had, and its sum."""
+    def row(self, P, scores, r, scale, bias, exact, alpha):
+        """One row's scores to codes, and its sum."""
         if exact:
             scored = lambda i: (multiply(scores[i], scale) - bias) + P_SHIFT
             slope, offset = Float32(1.0 / 31), Float32(15.0 / 31)
@@ -131,23 +134,21 @@ class ScaledSoftmax(Softmax):
             scored = lambda i: scores[i] * scale + shift
             slope, offset = scale * (1.0 / 31), (shift + 15.0) * (1.0 / 31)
         total, halves, one = self.row_sum[r] * alpha, None, again(Int32(ONES)) if self.polynomial else None
-        for w in range(r, cute.size(S) // 4, 2):
-            s = first_of(w)
-            places = [s + e for e in (0, 1, 4, 5)]
+        for w in range(r, cute.size(P), 2):
+            places = word(w)
             if self.by_polynomial(w // 2):
                 y = []
                 for e, i in enumerate(places):
                     x = scored(i) if exact else scores[i]
                     y.append(fma_saturated(x, slope, offset) * 31744.0 + (12582912.0 - HIGH * (e % 2)))
                 u, v = exp2_halves(y[0], y[1], one), exp2_halves(y[2], y[3], one)
-                word, both = pack4_halves(u, v), add_halves(u, v)
+                P[w], both = pack4_halves(u, v), add_halves(u, v)
                 halves = both if halves is None else add_halves(halves, both)
             else:
                 p = [cute.arch.exp2(scored(i)) for i in places]
                 for x in p:
                     total = total + x
-                word = PACK4["e4m3"](*p)
-            S[s] = float_of(word)
+                P[w] = PACK4["e4m3"](*p)
         if halves is not None:
             total = total + (half_of(halves, 0, Float16) + half_of(halves, 1, Float16))
         self.row_sum[r] = total

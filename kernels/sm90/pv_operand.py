@@ -16,7 +16,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..common.convert import to_half
-from ..common.scaled_softmax import first_of
 from ..common.softmax import rescale
 from ..common.work import kept
 from .pipeline import Ring
@@ -137,8 +136,8 @@ class Promoted:
             lag=cute.make_rmem_tensor(2, Float32),
         )
 
-    def start(self, S):
-        self.pack(S)
+    def start(self, P):
+        self.put(P)
         self.O.fill(0.0)
         self.lag.fill(1.0)
 
@@ -171,16 +170,16 @@ class Promoted:
         for i in range(cute.size(self.T)):
             self.O[first + i] = self.O[first + i] * self.lag[(i // 2) % 2] + self.T[i]
 
-    def take(self, S, alpha):
-        self.pack(S)
+    def take(self, P, alpha):
+        self.put(P)
         for r in range(2):
             self.lag[r] = alpha[r]
 
-    def pack(self, S):
-        """Codes that the softmax left in registers of the scores, because a product may still have been reading P."""
-        words, codes = cute.recast_tensor(self.P, Int32), cute.recast_tensor(S, Int32)
+    def put(self, P):
+        """Words of P to where products read them, once none does."""
+        words = cute.recast_tensor(self.P, Int32)
         for w in range(cute.size(words)):
-            words[w] = codes[first_of(w)] + self.zero
+            words[w] = P[w] + self.zero
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,8 @@ class Late(Promoted):
     def of(cls, *args):
         return cls(**vars(Promoted.of(*args)), alpha=cute.make_rmem_tensor(2, Float32))
 
-    def start(self, S):
-        Promoted.start(self, S)
+    def start(self, P):
+        Promoted.start(self, P)
         self.T.fill(0.0)
         self.alpha.fill(1.0)
 
@@ -211,7 +210,7 @@ class Late(Promoted):
         self.ring.release(slot)
         self.add(0)
 
-    def take(self, S, alpha):
-        self.pack(S)
+    def take(self, P, alpha):
+        self.put(P)
         for r in range(2):
             self.alpha[r] = alpha[r]
