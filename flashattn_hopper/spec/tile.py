@@ -23,7 +23,8 @@ class FwdTile:
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
     Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
-    the other, so that their accumulators share registers.
+    the other, so that their accumulators share registers; `polynomial`, of every eight blocks of 16 keys those whose
+    exponentials are polynomials in packed halves, because there are not enough units for all of them.
     """
 
     tile_m: int
@@ -35,6 +36,7 @@ class FwdTile:
     ping_pong: bool = True
     value_columns: int | None = None
     serial: bool = False
+    polynomial: int = 0
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -42,6 +44,7 @@ class FwdTile:
         self._require(self.num_stages == 2, "num_stages", "2 (a ring slot counts in twos)")
         self._require(self.q_stages in (1, 2), "q_stages", "1 or 2")
         self._require(self.schedule in ("grid", "dynamic"), "schedule", "'grid' or 'dynamic'")
+        self._require(self.polynomial in range(9), "polynomial", "0 to 8")
         self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
         self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: a stage each")
         self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")

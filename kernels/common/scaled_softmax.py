@@ -41,8 +41,13 @@ def word(w):
     return [first + e for e in (0, 1, 4, 5)]
 
 
+def larger(a, b):
+    """NaN, if one is: a polynomial exponential does not pass it on."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
 def float_tops(S):
-    return [tree(cute.arch.fmax, [S[i] for i in row_of(cute.size(S), r)]) for r in range(2)]
+    return [tree(larger, [S[i] for i in row_of(cute.size(S), r)]) for r in range(2)]
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,11 @@ class ScaledSoftmax(Softmax):
             scale = self.scale_log2[r] * self.k_scale
             poison[r] = multiply(scale, Float32(0.0))
             scales.append(cute.arch.fmax(scale, Float32(SMALLEST)))
-        quads = [quad(cute.arch.fmax, tops[r]) for r in range(2)]
+        quads = [quad(larger, tops[r]) for r in range(2)]
         for r in cutlass.range_constexpr(2):
             scale, top, old = scales[r], quads[r], self.bias[r]
             # A row or a tile that held inf or NaN has the scale NaN; so becomes the sum of each row that sees it.
-            poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r])
+            poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r] + multiply(top, Float32(0.0)))
             new = cute.arch.fmax(old, multiply(top, scale))
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)

@@ -199,8 +199,10 @@ class Forward:
         pair = lambda: cute.make_rmem_tensor(2, Float32)
         if self.fp8:
             votes = not (self.tile.value_columns or self.traits.int8_qk)
-            import os
-            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes, polynomial=int(os.environ.get('POLY','0')))
+            return ScaledSoftmax(
+                pair(), pair(), pair(), 0.0,
+                tiles=SCALE_KEYS // self.tile.tile_n, votes=votes, polynomial=self.tile.polynomial,
+            )  # fmt: skip
         return Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous())
 
     def scaled(self, dev, softmax, work, row):
