@@ -246,6 +246,7 @@ class Serial(Overlapped):
         self.ring_v.wait(slot)
         self.turns.wait()
         self.pv.issue(slot)
+        warpgroup.wait_group(0)
         self.pv.collect(slot)
         self.ring_k.wait(following)
         S = self.scores(following)

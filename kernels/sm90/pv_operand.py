@@ -101,7 +101,7 @@ class Promoted:
     rV: tuple  # for each block of columns
     P: cute.Tensor
     O: cute.Tensor
-    T: tuple  # the product of one tile and one block of columns; two where there are more blocks
+    T: cute.Tensor  # the product of one tile and one block of columns
     zero: Int32
     lag: cute.Tensor  # what O must still be multiplied by: it is done together with adding T
 
@@ -131,10 +131,7 @@ class Promoted:
             rV=tuple(mma.make_fragment_B(thr.partition_B(part(i))) for i in range(headdim_v // columns)),
             P=mma.make_fragment_A(thr.partition_shape_A((SLAB, tile.tile_n))),
             O=cute.make_rmem_tensor(((2, 2, headdim_v // 8), 1, 1), Float32),  # as one product would have it
-            T=tuple(
-                cute.make_rmem_tensor(thr.partition_shape_C((SLAB, columns)), Float32)
-                for _ in range(2 if headdim_v // columns > 2 else 1)
-            ),
+            T=cute.make_rmem_tensor(thr.partition_shape_C((SLAB, columns)), Float32),
             zero=kept(Int32(0), 0),
             lag=cute.make_rmem_tensor(2, Float32),
         )
@@ -144,13 +141,8 @@ class Promoted:
         self.O.fill(0.0)
         self.lag.fill(1.0)
 
-    def product(self, slot, i):
-        T = self.T[i % len(self.T)]
-        gemm(self.mma, T, self.P, self.rV[i][None, None, None, slot.index], True)
-
-    def issue(self, slot):
-        for i in range(len(self.T)):
-            self.product(slot, i)
+    def issue(self, slot, i=0):
+        gemm(self.mma, self.T, self.P, self.rV[i][None, None, None, slot.index], True)
 
     def hold(self, slot):
         """Between exponentials and the wait for the product that runs under them, both without a branch.
@@ -161,22 +153,22 @@ class Promoted:
         self.ring.wait(slot)
 
     def collect(self, slot):
-        blocks, ahead = len(self.rV), len(self.T)
-        for i in range(blocks):
-            warpgroup.wait_group(min(ahead, blocks - i) - 1)
-            if i == blocks - 1:
+        self.add(0)
+        for i in range(1, len(self.rV)):
+            self.issue(slot, i)
+            warpgroup.wait_group(0)
+            if i == len(self.rV) - 1:
                 self.ring.release(slot)
             self.add(i)
-            if i + ahead < blocks:
-                self.product(slot, i + ahead)
+        if len(self.rV) == 1:
+            self.ring.release(slot)
 
     end = collect
 
     def add(self, block):
-        T = self.T[block % len(self.T)]
-        first = block * cute.size(T)
-        for i in range(cute.size(T)):
-            self.O[first + i] = self.O[first + i] * self.lag[(i // 2) % 2] + T[i]
+        first = block * cute.size(self.T)
+        for i in range(cute.size(self.T)):
+            self.O[first + i] = self.O[first + i] * self.lag[(i // 2) % 2] + self.T[i]
 
     def take(self, P, alpha):
         self.put(P)
@@ -202,7 +194,7 @@ class Late(Promoted):
 
     def start(self, P):
         Promoted.start(self, P)
-        self.T[0].fill(0.0)
+        self.T.fill(0.0)
         self.alpha.fill(1.0)
 
     def issue(self, slot):
