@@ -1,7 +1,6 @@
 """The compiled backward without a GPU: its PTX, kernel by kernel, run by hopper_machine, against the error budget.
 
-Tiles are those of the table, but for headdim 96 with dQ summed in memory: no row has it, it has not run on a GPU. Of
-resident blocks there are two: the first works off what the tickets have left, the second does its first tile only.
+Of resident blocks there are two: the first works off what the tickets have left, the second does its first tile only.
 """
 
 import functools
@@ -17,7 +16,7 @@ from flashattn_hopper.kernels.sm90.specs import BACKWARD
 from flashattn_hopper.oracle import attention
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import BWD, Traits
-from flashattn_hopper.spec.tile import ROW_PAD, BwdTile
+from flashattn_hopper.spec.tile import ROW_PAD
 
 from .hopper_machine import Map, run
 from .oracle import check_grads
@@ -34,13 +33,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PLAIN = (1, 150, 300, 2, 1)  # batch, seqlen_q, seqlen_k, heads, kv heads
 LATE = {"all late": ("products", "loads", "stores"), "loads early": ("products", "stores")}
 ENDS = 256  # threads of prepare and finish
-SUMMED_96 = BwdTile(64, kv_stages=2)
 
 
 @functools.cache
 def ptx(traits):
-    young = traits.headdim == 96 and not traits.deterministic
-    tile = SUMMED_96 if young else BACKWARD.tiles.find(traits, 4096)
+    tile = BACKWARD.tiles.find(traits, 4096)
     with tempfile.TemporaryDirectory() as folder:
         return jit._compile(BACKWARD, traits, tile, BACKWARD.arch, f"--keep-ptx --dump-dir {folder}").__ptx__, tile
 

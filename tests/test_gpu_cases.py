@@ -242,8 +242,9 @@ def test_c30_explain_says_which_path_runs():
     assert "headdim 72 runs as 96" in said.notes
     assert "k: last dimension is not contiguous: copied once" in explain(q, cases.LAYOUTS["every_other"](k), v).notes
     assert explain(q, k, v, backend="reference").kernel == "reference.forward"
-    fp8 = explain(q, k, v, precision="fp8")
-    assert fp8.kernel is None and "no fp8" in dict(fp8.refused)["sm90.forward"]
+    fp8 = explain(q, k, v, precision="fp8", backend="sm90")
+    assert fp8.kernel is None and "headdim 72" in dict(fp8.refused)["sm90.forward_fp8"]
+    assert explain(*qkv(headdim=80), precision="fp8", backend="sm90").kernel == "sm90.forward_fp8"
     assert explain(q, k, v, precision="fp8", backend="reference").kernel == "reference.forward_fp8"
     with pytest.raises(NotImplementedError, match="fp8"):
         attend(q, k, v, precision="fp8")

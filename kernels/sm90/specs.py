@@ -72,7 +72,8 @@ FORWARD_FP8 = KernelSpec(
 BACKWARD_TILES = TileTable(
     Row(64, BwdTile(128, kv_stages=2), deterministic=(False,)),
     Row(64, BwdTile(128, query_n=128, kv_stages=2), deterministic=(True,)),
-    Row(96, BwdTile(64, query_n=96, kv_stages=2)),
+    Row(96, BwdTile(64, kv_stages=2), deterministic=(False,)),
+    Row(96, BwdTile(64, query_n=96, kv_stages=2), deterministic=(True,)),
     Row(128, BwdTile(64, kv_stages=2), deterministic=(False,)),
     Row(128, BwdTile(64, query_n=96, kv_stages=2), deterministic=(True,)),
     Row((192, 128), BwdTile(64, 64, query_n=64)),
