@@ -35,8 +35,15 @@ _INF = float("inf")
 
 
 @torch.no_grad()
-def forward(q: BlockScaled, k: BlockScaled, v: BlockScaled, band: Band, softmax_scale: float, product=torch.bmm,
-            exp2=torch.Tensor.exp2_):
+def forward(
+    q: BlockScaled,
+    k: BlockScaled,
+    v: BlockScaled,
+    band: Band,
+    softmax_scale: float,
+    product=torch.bmm,
+    exp2=torch.Tensor.exp2_,
+):
     """Attention on codes.
 
     Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) with Hq a multiple of Hk.

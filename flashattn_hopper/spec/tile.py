@@ -89,6 +89,8 @@ class FwdTile:
             raise ValueError(
                 f"{self}: value_columns are a divisor of headdim_v, with fp8 and serial; got {traits.slug}"
             )
+        if self.polynomial and traits.dtype != "fp8":
+            raise ValueError(f"{self}: polynomial is for fp8, whose codes are coarser; got {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 
@@ -121,14 +123,14 @@ class FwdTile:
 
     @classmethod
     def _of_codes(cls, arch, traits):
-        for tile_m, tile_n, q_stages, ping_pong, columns in product(
-            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128)
+        for tile_m, tile_n, q_stages, ping_pong, columns, polynomial in product(
+            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128), (0, 2, 3, 4)
         ):
             serial = columns is not False
             value_columns = columns or None
             if value_columns == traits.headdim_v:
                 continue
-            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial)
+            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial, polynomial)
             # A tile's own accumulator is beside the scores where its product runs under their exponentials.
             sums = (value_columns or traits.headdim_v) // 2
             live = max(tile_n // 2, sums) if serial else tile_n // 2 + sums
@@ -365,6 +367,7 @@ class Row:
     masks: tuple[str, ...] = ("full", "causal", "window")
     min_seqlen: int = 0
     deterministic: tuple[bool, ...] = (False, True)
+    int8_qk: tuple[bool, ...] = (False, True)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -376,6 +379,7 @@ class Row:
             and traits.dtype in self.dtypes
             and traits.mask in self.masks
             and traits.deterministic in self.deterministic
+            and traits.int8_qk in self.int8_qk
         )
 
 

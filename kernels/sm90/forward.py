@@ -198,17 +198,11 @@ class Forward:
     def softmax(self, dev):
         pair = lambda: cute.make_rmem_tensor(2, Float32)
         if self.fp8:
-<<<<<<< HEAD
             votes = not (self.tile.value_columns or self.traits.int8_qk)
             return ScaledSoftmax(
                 pair(), pair(), pair(), 0.0,
                 tiles=SCALE_KEYS // self.tile.tile_n, votes=votes, polynomial=self.tile.polynomial,
             )  # fmt: skip
-=======
-            votes = not (self.tile.value_columns or self.traits.int8_qk)
-            import os
-            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes, polynomial=int(os.environ.get('POLY','0')))
->>>>>>> parent of 8c091d5 (wip: blocks of columns in two accumulators)
         return Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous())
 
     def scaled(self, dev, softmax, work, row):
