@@ -1,4 +1,4 @@
-"""What sm90.forward_fp8 has for exponentials: for some blocks of 16 keys a polynomial in halves (eight_bit.exp2_halves)."""
+"""What sm90.forward_fp8 has for exponentials: in some blocks of 16 keys a polynomial in halves."""
 
 import torch
 
@@ -6,7 +6,7 @@ KEYS = 16  # of a block
 
 
 def exp2_of(tile):
-    """`exp2` of reference_fp8.forward, as a kernel of that FwdTile computes it; x is exact, the exponential of it not."""
+    """`exp2` of reference_fp8.forward, as a kernel of that FwdTile computes it."""
 
     def exp2(x):
         block = torch.arange(x.shape[-1], device=x.device) // KEYS
@@ -17,7 +17,7 @@ def exp2_of(tile):
 
 
 def exp2_halves(x):
-    """2^n p(1 + f), x = n + f in steps of 2^-10, clamped to -15 ... 16; NaN becomes 0."""
+    """kernels/common/eight_bit.py: 2^n p(1 + f), x = n + f in steps of 2^-10, clamped to -15 ... 16; NaN becomes 0."""
     fixed = ((x + 15) / 31).nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(31 * 1024).round().int()
     g = (fixed & 1023).double() / 1024 + 1
     half = lambda bits: torch.tensor(bits, dtype=torch.int16).view(torch.float16).double().item()

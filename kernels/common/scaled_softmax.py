@@ -18,18 +18,19 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
 from .eight_bit import (
-    HIGH,
+    LOWEST,
     ONES,
     PACK4,
+    SPAN,
     add_halves,
     exp2_halves,
-    fma_saturated,
+    fixed_point,
     half_of,
     multiply,
     pack4_halves,
 )
-from .work import again
 from .softmax import LN_2, Softmax, quad, row_of, tree
+from .work import again
 
 P_SHIFT = 8.0  # log2 of the scale of P
 SMALLEST = 2.0**-126  # a multiplier below it, or NaN, counts as it: a hidden score is -inf and must stay it
@@ -109,7 +110,7 @@ class ScaledSoftmax(Softmax):
         P = cute.make_rmem_tensor(cute.size(S) // 4, Int32)
         scores = [S[i] for i in range(cute.size(S))]
         alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        scales, news = [], []
+        scales = []
         for r in cutlass.range_constexpr(2):
             scale = self.scale_log2[r] * self.k_scale
             poison[r] = multiply(scale, Float32(0.0))
@@ -123,29 +124,30 @@ class ScaledSoftmax(Softmax):
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             alpha[r] = cute.arch.exp2(old - new)
-            news.append(new)
             self.row(P, scores, r, scale, new, exact, alpha[r])
         for r in cutlass.range_constexpr(2):
             self.row_sum[r] = self.row_sum[r] + poison[r]
         return P, alpha
 
     def row(self, P, scores, r, scale, bias, exact, alpha):
-        """One row's scores to codes, and its sum."""
+        """One row's scores to codes, and its sum: in one chain, an addition takes less time than the next exponential.
+
+        Exponentials of some blocks of 16 keys are polynomials, in the issue slots that the others leave. Their sum is
+        one of halves first, 16 of them at most.
+        """
         if exact:
             scored = lambda i: (multiply(scores[i], scale) - bias) + P_SHIFT
-            slope, offset = Float32(1.0 / 31), Float32(15.0 / 31)
+            slope, offset = Float32(1.0 / SPAN), Float32(LOWEST / SPAN)
         else:
             shift = P_SHIFT - bias
             scored = lambda i: scores[i] * scale + shift
-            slope, offset = scale * (1.0 / 31), (shift + 15.0) * (1.0 / 31)
+            slope, offset = scale * (1.0 / SPAN), (shift + LOWEST) * (1.0 / SPAN)
         total, halves, one = self.row_sum[r] * alpha, None, again(Int32(ONES)) if self.polynomial else None
         for w in range(r, cute.size(P), 2):
             places = word(w)
             if self.by_polynomial(w // 2):
-                y = []
-                for e, i in enumerate(places):
-                    x = scored(i) if exact else scores[i]
-                    y.append(fma_saturated(x, slope, offset) * 31744.0 + (12582912.0 - HIGH * (e % 2)))
+                x = [scored(i) if exact else scores[i] for i in places]
+                y = [fixed_point(x[e], slope, offset, e % 2) for e in range(4)]
                 u, v = exp2_halves(y[0], y[1], one), exp2_halves(y[2], y[3], one)
                 P[w], both = pack4_halves(u, v), add_halves(u, v)
                 halves = both if halves is None else add_halves(halves, both)
@@ -159,6 +161,7 @@ class ScaledSoftmax(Softmax):
         self.row_sum[r] = total
 
     def by_polynomial(self, block):
+        """`polynomial` of eight blocks, evenly among the others."""
         return block * self.polynomial % 8 < self.polynomial
 
     def rescale(self, O, inverse):

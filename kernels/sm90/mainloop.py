@@ -142,17 +142,21 @@ class Overlapped:
         self.pv.issue(slot)
         self.turns.pass_on()
         warpgroup.wait_group(1)
-        self.ring_k.release(following)
-        self.free_q(n)
-        softmax, S = softmax.of_scores(S), as_floats(S)
-        if masked:
-            self.mask.apply(S, n)
-        P, alpha = softmax.tile(S, masked, self.exact, self.pv.O)
+        P, alpha = self.probabilities(softmax, S, n, following, masked)
         self.pv.hold(slot)
         warpgroup.wait_group(0)
         self.pv.collect(slot)
         self.pv.take(P, alpha)
         return following
+
+    def probabilities(self, softmax, S, n, following, masked):
+        """P of tile n and the factors for O, once its QK is done."""
+        self.ring_k.release(following)
+        self.free_q(n)
+        softmax, S = softmax.of_scores(S), as_floats(S)
+        if masked:
+            self.mask.apply(S, n)
+        return softmax.tile(S, masked, self.exact, self.pv.O)
 
     def free_q(self, n):
         """After QK of a tile: where it was the last one (or rows see no key), Q is not needed any more."""
@@ -196,7 +200,10 @@ class Polled(NamedTuple):
 
 @dataclass(frozen=True)
 class Polling(Overlapped):
-    """The same, asking for the K and V of a step at the end of the step before, where nothing waits for the answer."""
+    """For 8-bit operands: asks for the K and V of a step at the end of the step before, under what it moves there.
+
+    Why: a try of a barrier takes 25 cycles, and the tensor cores are not what this loop waits for.
+    """
 
     def begin(self, n, slot):
         return Polled(*Overlapped.begin(self, n, slot), Int32(0))
@@ -217,12 +224,7 @@ class Polling(Overlapped):
         self.pv.issue(slot)
         self.turns.pass_on()
         warpgroup.wait_group(1)
-        self.ring_k.release(following)
-        self.free_q(n)
-        softmax, S = softmax.of_scores(S), as_floats(S)
-        if masked:
-            self.mask.apply(S, n)
-        P, alpha = softmax.tile(S, masked, self.exact, self.pv.O)
+        P, alpha = self.probabilities(softmax, S, n, following, masked)
         self.pv.hold(slot)
         warpgroup.wait_group(0)
         landed = self.ring_v.landed(following) & self.ring_k.landed(following.next())
@@ -252,10 +254,5 @@ class Serial(Overlapped):
         S = self.scores(following)
         self.turns.pass_on()
         warpgroup.wait_group(0)
-        self.ring_k.release(following)
-        self.free_q(n)
-        softmax, S = softmax.of_scores(S), as_floats(S)
-        if masked:
-            self.mask.apply(S, n)
-        self.pv.take(*softmax.tile(S, masked, self.exact, self.pv.O))
+        self.pv.take(*self.probabilities(softmax, S, n, following, masked))
         return following

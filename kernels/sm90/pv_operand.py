@@ -102,7 +102,7 @@ class Promoted:
     P: cute.Tensor
     O: cute.Tensor
     T: cute.Tensor  # the product of one tile and one block of columns
-    zero: Int32
+    zero: Int32  # see put
     lag: cute.Tensor  # what O must still be multiplied by: it is done together with adding T
 
     @staticmethod
@@ -176,7 +176,11 @@ class Promoted:
             self.lag[r] = alpha[r]
 
     def put(self, P):
-        """Words of P to where products read them, once none does."""
+        """Words of P to where products read them, once none does.
+
+        Why an addition: the words are there before the last product is done. If they were the operand of the next one,
+        ptxas would serialise every product. It is a move in the machine code.
+        """
         words = cute.recast_tensor(self.P, Int32)
         for w in range(cute.size(words)):
             words[w] = P[w] + self.zero
