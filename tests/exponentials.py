@@ -2,7 +2,23 @@
 
 import torch
 
+from flashattn_hopper import reference_fp8
+from flashattn_hopper.kernels.sm90.specs import FORWARD_FP8
+from flashattn_hopper.spec.problem import FWD, Traits
+
 KEYS = 16  # of a block
+
+
+def traits_of(q, k, v, band):
+    """What is compiled for BlockScaled operands."""
+    words = {"int8_qk": q.data.dtype == torch.int8, "fp16_out": q.dtype == torch.float16}
+    return FORWARD_FP8.compiled(Traits(FWD, "fp8", q.shape[3], v.shape[3], band.kind, **words))
+
+
+def emulate(q, k, v, band, scale):
+    """reference_fp8.forward with the exponentials of the kernel that the table has for these operands."""
+    tile = FORWARD_FP8.tiles.find(traits_of(q, k, v, band), k.shape[1])
+    return reference_fp8.forward(q, k, v, band, scale, exp2=exp2_of(tile))
 
 
 def exp2_of(tile):

@@ -17,9 +17,8 @@ from flashattn_hopper import jit, quantize_fp8, reference_fp8, runner, runner_fp
 from flashattn_hopper.kernels.sm90.specs import FORWARD_FP8
 from flashattn_hopper.quantize import restore_lse
 from flashattn_hopper.spec.mask import Band, Seqlens
-from flashattn_hopper.spec.problem import FWD, Traits
 
-from .exponentials import exp2_halves, exp2_of
+from .exponentials import emulate, exp2_halves, traits_of
 from .hopper_machine import Map, run
 from .ptx_machine import Memory
 
@@ -39,17 +38,6 @@ def ptx(traits, dynamic=False):
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
         return jit._compile(FORWARD_FP8, traits, tile, FORWARD_FP8.arch, options).__ptx__, tile
-
-
-def traits_of(q, k, v, band):
-    words = {"int8_qk": q.data.dtype == torch.int8, "fp16_out": q.dtype == torch.float16}
-    return FORWARD_FP8.compiled(Traits(FWD, "fp8", q.shape[3], v.shape[3], band.kind, **words))
-
-
-def emulate(q, k, v, band, scale):
-    """reference_fp8.forward with the exponentials of the kernel."""
-    tile = FORWARD_FP8.tiles.find(traits_of(q, k, v, band), 4096)
-    return reference_fp8.forward(q, k, v, band, scale, exp2=exp2_of(tile))
 
 
 def attend(q, k, v, band, scale, late=(), num_ctas=None):
