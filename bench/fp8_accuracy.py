@@ -83,12 +83,14 @@ def inputs(name: str, seed: int, seqlen=SEQLEN, headdim=HEADDIM, batch=1, heads=
 
 
 # ----------------------------------------------------------------------------------------------------------- recipes
+# The second one is the default; what a step of the recipe is worth shows in e4m3.
+FLOAT8 = {"qk_dtype": "fp8"}
 RECIPES = {
-    "fp8": {},
+    "fp8": FLOAT8,
     "fp8, int8 q and k": {"qk_dtype": "int8"},
-    "fp8, no smoothing": {"smooth_k": False},
-    "fp8, no rotation": {"hadamard": False},
-    "fp8, neither": {"hadamard": False, "smooth_k": False},
+    "fp8, no smoothing": {**FLOAT8, "smooth_k": False},
+    "fp8, no rotation": {**FLOAT8, "hadamard": False},
+    "fp8, neither": {**FLOAT8, "hadamard": False, "smooth_k": False},
     "bf16": None,
 }
 
@@ -149,7 +151,7 @@ def attend_forward(recipe: dict, q, k, v, band: Band):
 
 def quantizer_options(recipe: dict) -> dict:
     """`recipe` is for quantize_fp8."""
-    return {name: on for name, on in recipe.items() if name != "qk_dtype"} | {"int8_qk": "qk_dtype" in recipe}
+    return {name: on for name, on in recipe.items() if name != "qk_dtype"} | {"int8_qk": recipe["qk_dtype"] == "int8"}
 
 
 def compile_kernels(headdims: Sequence[int], recipes: Sequence[dict | None], half: str = "bf16", backward=True):
@@ -161,7 +163,7 @@ def compile_kernels(headdims: Sequence[int], recipes: Sequence[dict | None], hal
                 traits = QuantizeTraits(half, headdim, headdim, **quantizer_options(recipe))
                 found.append((QUANTIZER, traits, None, QUANTIZER.arch))
             for mask in MASKS:
-                words = {} if recipe is None else {"int8_qk": "qk_dtype" in recipe, "fp16_out": half == "fp16"}
+                words = {} if recipe is None else {"int8_qk": recipe["qk_dtype"] == "int8", "fp16_out": half == "fp16"}
                 wanted = [Traits(FWD, "fp8" if words else half, headdim, headdim, mask, **words)]
                 wanted += [Traits(BWD, half, headdim, headdim, mask)] if backward else []
                 for traits in wanted:

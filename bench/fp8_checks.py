@@ -26,7 +26,7 @@ from flashattn_hopper.quantize import E4M3, _quantized, restore_lse
 from flashattn_hopper.spec.mask import Band
 
 HEADDIMS = (64, 128, 256)
-INT8 = {"qk_dtype": "int8"}
+FLOAT8, INT8 = {"qk_dtype": "fp8"}, {"qk_dtype": "int8"}
 # Largest relative error of out, least cosine, largest rms error of lse in nats: e4m3, int8 for q and k
 FORWARD = {
     "normal": ((0.065, 0.9980, 0.009), (0.046, 0.9989, 0.002)),
@@ -72,7 +72,7 @@ def forward(device: str) -> Iterator[Check]:
                 q, k, v = (x.to(device) for x in accuracy.inputs(name, seed, headdim=headdim))
                 for mask, band in accuracy.MASKS.items():
                     exact = oracle.attention(q, k, v, causal=mask == "causal")
-                    for kind, recipe in (("e4m3", {}), ("int8", INT8)):
+                    for kind, recipe in (("e4m3", FLOAT8), ("int8", INT8)):
                         found[kind].append(forward_errors(recipe, q, k, v, band, exact))
             for (kind, runs), (rel, cos, lse) in zip(found.items(), bounds):
                 what = f"{name}, headdim {headdim}, {kind}"
@@ -95,7 +95,7 @@ def gradients(device: str) -> Iterator[Check]:
         q, k, v = (x.to(device) for x in accuracy.inputs(name, 0, batch=2))
         dout = torch.randn(v.shape, generator=torch.Generator().manual_seed(5)).to(q)
         exact = oracle.attention(q, k, v, dout=dout, causal=True)
-        for kind, recipe, allowed in (("e4m3", {}, bounds), ("int8", INT8, GRADIENTS_INT8)):
+        for kind, recipe, allowed in (("e4m3", FLOAT8, bounds), ("int8", INT8, GRADIENTS_INT8)):
             found = accuracy.attend(recipe, q, k, v, dout, Band(right=0))
             for grad, bound in zip(("dq", "dk", "dv"), allowed):
                 error = relative(getattr(found, grad), getattr(exact, grad))
@@ -114,7 +114,7 @@ def outliers(device: str) -> Iterator[Check]:
     yield Check("FlashAttention-3's outliers, headdim 128: rmse", sum(found) / len(found), 9.1e-3)
     q, k, v = (x.to(device) for x in accuracy.inputs("outlier", 0, headdim=64))
     exact = oracle.attention(q, k, v).out
-    a, b, c = quantize_fp8(q, k, v, hadamard=False, smooth_k=False)
+    a, b, c = quantize_fp8(q, k, v, hadamard=False, smooth_k=False, **FLOAT8)
     heads = [
         replace(x, data=(found := _quantized(t.float(), None, E4M3))[0], descale=found[1], rows=None)
         for x, t in ((a, q), (b, k))
@@ -169,7 +169,7 @@ def emulation(device: str) -> Iterator[Check]:
     if device == "cpu":
         return
     for name in FORWARD:
-        for kind, recipe in (("e4m3", {}), ("int8", INT8)):
+        for kind, recipe in (("e4m3", FLOAT8), ("int8", INT8)):
             q, k, v = (x.to(device) for x in accuracy.inputs(name, 0))
             codes = quantize_fp8(q, k, v, **recipe)
             out, lse = attention(device, *codes, causal=True, return_lse=True)
@@ -198,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     begin = time.monotonic()
     if args.device == "cuda":
-        accuracy.compile_kernels(HEADDIMS, [{}, INT8], backward=False)
-        accuracy.compile_kernels((accuracy.HEADDIM,), [{}, INT8])
-        accuracy.compile_kernels((accuracy.HEADDIM,), [{}], half="fp16", backward=False)
+        accuracy.compile_kernels(HEADDIMS, [FLOAT8, INT8], backward=False)
+        accuracy.compile_kernels((accuracy.HEADDIM,), [FLOAT8, INT8])
+        accuracy.compile_kernels((accuracy.HEADDIM,), [INT8], half="fp16", backward=False)
     results = record.environment(args.device, args.revision) | {"suite": "fp8_checks", "rows": []}
     folder = results["gpu"]["name"] if args.device == "cuda" else "cpu"
     path = record.path_for(args.out, folder, "fp8_checks")

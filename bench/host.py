@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ TRAIN_CALLS = 50  # forward and backward are several launches each
 ROUNDS = 30
 LENGTHS = range(64, 301)
 CACHE_VARIABLE = "FLASHATTN_HOPPER_CACHE_DIR"
+BUNDLE_VARIABLE = "FLASHATTN_HOPPER_AOT"
 
 
 def per_call(fn: Callable[[], object], sync: Callable[[], None], calls: int = CALLS, rounds: int = ROUNDS) -> dict:
@@ -142,11 +144,29 @@ print(json.dumps(dict(steps, stats=jit.stats()._asdict())))
 """
 
 
-def first_calls() -> dict[str, dict]:
-    """Seconds of the first call of a variant in a new process: `fresh` compiles it, `disk` finds it in the cache."""
+def first_calls(device: str) -> dict[str, dict]:
+    """Seconds of the first call of a variant in a new process: `fresh` compiles it, `disk` finds it in the cache,
+    `bundle` in a bundle, with the cache off."""
     with tempfile.TemporaryDirectory() as folder:
-        environ = {**os.environ, CACHE_VARIABLE: folder}
-        return {name: probe(environ) for name in ("fresh", "disk")}
+        environ = {**os.environ, CACHE_VARIABLE: folder, BUNDLE_VARIABLE: ""}
+        found = {name: probe(environ) for name in ("fresh", "disk")}
+        try:
+            make_bundle(pathlib.Path(folder), device)
+            found["bundle"] = probe({**environ, "FLASHATTN_HOPPER_CACHE": "0", BUNDLE_VARIABLE: folder})
+        except Exception as error:
+            found["bundle"] = {"failed": peers.first_line(error)}
+        return found
+
+
+def make_bundle(folder: pathlib.Path, device: str) -> None:
+    """A bundle of the variant that PROBE calls. Where it is in `folder`, a cache, nothing is compiled."""
+    from flashattn_hopper import aot, planner
+    from flashattn_hopper.spec.problem import FWD, Shape, Traits
+
+    batch, seqlen, heads, headdim = SHAPE
+    asked, shape = Traits(FWD, "bf16", headdim, headdim, "causal"), Shape(batch, seqlen, seqlen, heads, heads)
+    spec, traits, tile = planner.plan(asked, planner.capability_of(torch.device(device)), "auto", shape)
+    aot.bundle(folder, [aot.Variant(spec, traits, tile, spec.arch)], processes=1)
 
 
 def probe(environ: dict[str, str]) -> dict:
@@ -217,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready = [*(c for c in contestants if reasons[c.name] is None), Nothing()]
         results["calls"] = eager_calls(ready, device) + train_calls(ready, device)
     if o.first or everything:
-        results["first"] = first_calls()
+        results["first"] = first_calls(device)
     if o.lengths or everything:
         results["over_lengths"] = over_lengths(device)
     print(report(results))

@@ -19,7 +19,7 @@ import torch
 SEQLENS = (1024, 4096, 16384)
 QUICK_SEQLENS = (4096,)
 HEADDIMS = (64, 96, 128, 192, 256)
-WRONG = 0.04  # relative error of dequantized e4m3 codes above which a quantizer is not timed; rounding makes .026
+WRONG = 0.04  # relative error of dequantized codes above which a quantizer is not timed; rounding of v makes .026
 
 
 def cells(quick: bool = False) -> list[suites.Cell]:

@@ -17,7 +17,7 @@ import torch
 
 from . import planner, runner, runner_fp8
 from .arguments import problem_of
-from .quantize import E4M3, TILE, BlockScaled, quantize_fp8, restore_lse
+from .quantize import E4M3, QK_DTYPE, QK_DTYPES, TILE, BlockScaled, quantize_fp8, restore_lse
 
 SCALARS = "float softmax_scale, int? window_left, int? window_right, bool deterministic, str backend"
 
@@ -47,8 +47,9 @@ def problem_fp8(q, k, v, scalars, out_dtype=None):
     """`out_dtype` None: that of q."""
     problem = problem_of(q.shape, k.shape, v.shape, "fp8", *scalars[:-1])
     out_dtype = q.dtype if out_dtype is None else out_dtype
+    codes = q.data.dtype if isinstance(q, BlockScaled) else QK_DTYPES[QK_DTYPE]
     words = {
-        "int8_qk": isinstance(q, BlockScaled) and q.data.dtype == torch.int8,
+        "int8_qk": codes == torch.int8,
         "fp16_out": out_dtype == torch.float16,
         "fp32_out": out_dtype in (torch.float32, torch.float64),
     }
@@ -95,8 +96,8 @@ def _by_kernel(problem, backend, q):
 def _operands(dtype, q8, k8, v8, q_descale, k_descale, v_descale, k_mean):
     """The operands of the default recipe again."""
     return (
-        BlockScaled(q8.view(E4M3), q_descale, 1, dtype, rotated=True),
-        BlockScaled(k8.view(E4M3), k_descale, TILE, dtype, rotated=True, mean=k_mean),
+        BlockScaled(q8.view(QK_DTYPES[QK_DTYPE]), q_descale, 1, dtype, rotated=True),
+        BlockScaled(k8.view(QK_DTYPES[QK_DTYPE]), k_descale, TILE, dtype, rotated=True, mean=k_mean),
         BlockScaled(v8.view(E4M3), v_descale, None, dtype),
     )
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 TILE = 128  # keys that share a scale: the key tile of the FP8 forward
 E4M3 = torch.float8_e4m3fn
 QK_DTYPES = {"fp8": E4M3, "int8": torch.int8}
+QK_DTYPE = "int8"  # of precision="fp8"
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}
 _TINY = 2.0**-100  # Why: the product of two scales must stay a normal float32
 
@@ -72,7 +73,7 @@ def quantize_fp8(
     *,
     hadamard: bool = True,
     smooth_k: bool = True,
-    qk_dtype: str = "fp8",
+    qk_dtype: str = QK_DTYPE,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
     """q, k, v as FP8 operands of one `hopper_attention` call; the defaults are what precision="fp8" does inside.
 
@@ -85,7 +86,8 @@ def quantize_fp8(
             it back. False where the result for a query must not depend on later keys in any bit: mean, scale of a
             128-key tile and scale of v see the whole sequence, and through rounding alone move what a causal query
             gets.
-        qk_dtype: "fp8" (e4m3), or "int8" for q and k: an absolute error, which after the rotation is smaller.
+        qk_dtype: codes of q and k. "int8" has an absolute error, which after the rotation is the smaller one, and its
+            products are exact; "fp8" (e4m3) has a relative one, which without the rotation outliers want.
 
     A block of zeros gets scale 1 and codes 0, and so does one whose scale would be below 2^-100. A block with inf or
     NaN (after the rotation: a row of q; with smooth_k a whole head of k, else a tile; a head of v) gets the scale NaN:

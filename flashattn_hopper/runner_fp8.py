@@ -15,7 +15,7 @@ import torch
 
 from . import jit, planner, runner
 from .kernels.sm90.specs import QUANTIZER
-from .quantize import E4M3, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
+from .quantize import E4M3, QK_DTYPE, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
 from .spec.problem import BWD, FP8_FEATURES, AttentionProblem, QuantizeTraits
 
 _CHUNK, _MOST_CHUNKS = 256, 64  # as in kernels/sm90/quantize.py
@@ -83,7 +83,7 @@ def bind(chosen: planner.Plan, problem: AttentionProblem, dtype, device):
     return attend
 
 
-def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> Codes:
+def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=QK_DTYPE == "int8") -> Codes:
     """What quantize_fp8 computes, by the fused kernel: FP16 or BF16 tensors on a Hopper GPU, none of them empty.
 
     Raises: ValueError for head dimensions that are not multiples of 16 up to 256.

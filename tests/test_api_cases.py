@@ -232,8 +232,8 @@ def _shape(q, k):
     "keywords, reasons",
     [
         (
-            {"precision": "fp8"},
-            {"sm90.forward_fp8": "not all run on a GPU", "reference.forward_fp8": "only with backend='reference'"},
+            {"precision": "fp8", "backend": "sm80"},
+            {"sm90.forward_fp8": "backend='sm80' was asked for", "sm80.forward": "no fp8"},
         ),
         ({"precision": "fp32"}, {"sm90.forward": "no fp32", "reference.forward": "only with backend='reference'"}),
         ({"precision": "fp32", "backend": "sm90"}, {"reference.forward": "backend='sm90' was asked for"}),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashattn_hopper import planner
 from flashattn_hopper.kernels.sm90.specs import FORWARD
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import Traits
@@ -498,8 +499,6 @@ def test_ours_trains_through_the_public_function(bench, monkeypatch):
 
 
 def test_our_variants_of_a_backward_are_both_compiled(bench, monkeypatch):
-    from flashattn_hopper import planner
-
     monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
     for cell in bench.suites.SUITES["backward"].cells:
         forward, backward = bench.run.ours_plans(cell, "cuda")
@@ -619,7 +618,7 @@ def emulated(bench, monkeypatch):
     from flashattn_hopper import quantize_fp8, reference_fp8, runner_fp8
     from flashattn_hopper.quantize import BlockScaled
 
-    def quantize(q, k, v, int8_qk=False):
+    def quantize(q, k, v, int8_qk=True):
         scaled = quantize_fp8(q, k, v, qk_dtype="int8" if int8_qk else "fp8")
         return runner_fp8.from_scaled(*scaled)._replace(k_mean=scaled[1].mean)
 
@@ -730,7 +729,7 @@ def test_quantizer_rows(bench, emulated, tmp_path):
     assert bench.quantizer.moved_bytes(cell) == 400 * 32 * (4 * 3 + (2 + 2) * 5)
     assert bench.quantizer.moved_bytes(cell, 1) == 400 * 32 * (4 + 2 + 2) * 3
     ours, copy = bench.quantizer.rows(cell, brief(bench), "cpu", emulated.quantize)
-    assert (ours["slug"], ours["kv_heads"]) == ("quantize.bf16.d32.hadamard.smooth_k", 2)
+    assert (ours["slug"], ours["kv_heads"]) == ("quantize.bf16.d32.hadamard.int8_qk.smooth_k", 2)
     assert ours["share"] == round(copy["ms"] / ours["ms"], 3) and copy["gb_s"] > 0
     assert 0.02 < ours["rel_error"] < 0.03 and "rel_error" not in copy
     assert "share" in bench.quantizer.line([ours, copy])
@@ -1066,6 +1065,35 @@ def test_host_rows_have_both_modes_and_keep_failures(bench):
     rows += trained
     text = bench.host.report({"calls": rows, "first": {"fresh": {"first_call_s": 3.5}}})
     assert "first call, fresh: first_call_s 3.5" in text and "us median" in text
+
+
+@pytest.mark.compile
+def test_a_first_call_is_measured_from_a_bundle_too(bench, monkeypatch):
+    """As on a Hopper GPU, with a probe that obtains the kernel and calls nothing."""
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(
+        bench.host,
+        "PROBE",
+        """
+from flashattn_hopper import jit, planner
+from flashattn_hopper.spec.problem import Shape, Traits
+_, seqlen, _, headdim = {shape}
+plan = planner.plan(Traits("fwd", "bf16", headdim, headdim, "causal"), (9, 0), "auto", Shape(1, seqlen, seqlen, 1, 1))
+jit.compiled(*plan, plan.spec.arch)
+import json
+print(json.dumps(dict(stats=jit.stats()._asdict())))
+""",
+    )
+    found = bench.host.first_calls("cuda")
+    counters = ("compiles", "disk_hits", "bundle_hits")
+    assert {name: tuple(row["stats"][one] for one in counters) for name, row in found.items()} == {
+        "fresh": (1, 0, 0),
+        "disk": (0, 1, 0),
+        "bundle": (0, 0, 1),
+    }
+    monkeypatch.setattr(planner, "capability_of", lambda device: (7, 0))
+    monkeypatch.setattr(bench.host, "probe", lambda environ: {})
+    assert "no kernel runs" in bench.host.first_calls("cuda")["bundle"]["failed"]
 
 
 def test_torch_alone_has_every_mode(bench):

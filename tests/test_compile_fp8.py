@@ -85,8 +85,7 @@ def test_every_problem_has_a_compiled_variant():
     for mask, on in itertools.product(spec.masks, itertools.product((False, True), repeat=4)):
         for headdim, headdim_v in itertools.product(range(16, 257, 16), (None, 16, 128, 256)):
             traits = Traits(FWD, "fp8", headdim, headdim_v or headdim, mask, **dict(zip(words, on)))
-            assert spec.refuses(traits, (9, 0), "sm90") is None
-            assert spec.refuses(traits, (9, 0)).startswith("only with backend='sm90'")
+            assert spec.refuses(traits, (9, 0), "sm90") is None and spec.refuses(traits, (9, 0)) is None
             padded = spec.compiled(traits)
             for seqlen in (1, 1024, 1025, 65536):
                 variant = spec, padded, spec.tiles.find(padded, seqlen), spec.arch

@@ -232,7 +232,7 @@ def test_outliers_of_the_flash_attention_3_paper(accuracy):
     exact = oracle.attention(q, k, v)
     rmse = lambda out: (out.double() - exact.out).square().mean().sqrt().item()
     assert rmse(fp8(*(x.half() for x in (q, k, v)))) <= 9.1e-3
-    assert relative(hopper_attention(*quantize_fp8(q, k, v, hadamard=False)), exact.out) > 1.3 * relative(
+    assert relative(hopper_attention(*quantize_fp8(q, k, v, hadamard=False)), exact.out) > 1.2 * relative(
         fp8(q, k, v), exact.out
     )
 

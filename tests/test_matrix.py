@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,10 +14,11 @@ from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.matrix import build, cells, run
 from flashattn_hopper.spec.arch import SM80, SM90
 from flashattn_hopper.spec.kernel import KernelSpec
-from flashattn_hopper.spec.problem import DTYPES, MASKS, Traits
+from flashattn_hopper.spec.problem import DTYPES, MASKS, QuantizeTraits, Traits
 
 report = pytest.importorskip("flashattn_hopper.matrix.report")
 page = pytest.importorskip("flashattn_hopper.matrix.page")
+merge = pytest.importorskip("flashattn_hopper.matrix.merge")
 
 ALL = cells.cells()
 KERNELS = [spec for spec in CATALOG if spec.arch is not None]
@@ -89,6 +91,16 @@ def test_a_kernel_has_cells_on_every_arch_that_it_is_ported_to():
 def test_an_unknown_arch_is_named():
     with pytest.raises(ValueError, match=r"sm77: no kernel is for it; there are .*cpu"):
         cells.cells(["cpu", "sm77"])
+
+
+def test_cells_of_one_kernel():
+    assert {one.spec.name for one in cells.cells(kernels=["sm80.backward"])} == {"sm80.backward"}
+    mine = cells.cells(["sm90"], kernels=["sm80.backward", "sm90.forward"])
+    assert mine == [one for one in cells.cells(["sm90"]) if one.spec.name in ("sm80.backward", "sm90.forward")]
+    with pytest.raises(
+        ValueError, match=r"--kernel sm90.sideways: there is none of that name; there are sm90.forward,"
+    ):
+        cells.cells(kernels=["sm90.sideways"])
 
 
 def test_quick_compiles_one_cell_a_kernel_and_leaves_out_no_precision():
@@ -205,6 +217,20 @@ def test_a_wrong_gradient_fails(dtype, monkeypatch):
     assert result.status == run.FAILED and "dv: largest error" in result.reason
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_one_key_for_each_query_in_float32(monkeypatch):
+    """Plain PyTorch's dv is exactly dout there; one whose P comes from a stored lse is not, by the logit's rounding."""
+    one = cell("bwd.fp8.d192x128.window.fp32_out")
+    alone = [call for call in cells.calls(one) if call.mask["window_size"] == (0, 0)]
+    monkeypatch.setattr(run, "calls", lambda _: alone)
+    assert run.run(one).status == run.PASSED
+    monkeypatch.setattr(
+        run, "hopper_attention", lambda q, k, v, **rest: hopper_attention(q, k, _scale_grad(v, 1 + 3e-5), **rest)
+    )
+    result = run.run(one)
+    assert result.status == run.FAILED and "dv: largest error" in result.reason and "makes 0.000e+00" in result.reason
+
+
 def _scale_grad(x, factor):
     return x * factor - (x * (factor - 1)).detach()
 
@@ -264,6 +290,26 @@ def test_features_of_fp8_are_asked_for_by_the_operands(word, monkeypatch):
     assert run.run(gradient).status == (run.REFUSED if word in run.CODES else run.PASSED)
 
 
+def test_cells_of_the_cpu_run_in_processes_of_their_own():
+    mine = [cell(slug) for slug in ("fwd.bf16.d64.causal", "bwd.fp32.d64.full", "fwd.bf16.d64.causal")]
+    steps = []
+    results = run.run_all(mine, None, most_calls=1, processes=2, on_start=steps.append, on_step=lambda: steps.append(1))
+    assert steps == [2, 1, 1] and [one.cell for one in results] == mine
+    with run._one_thread():
+        assert results == [run.run(one, 1) for one in mine]
+
+
+def test_a_cell_whose_process_dies_fails():
+    worker = build._Worker()
+    with pytest.raises(EOFError):
+        worker.ask(build.Job(os._exit, (7,)))
+    assert worker.close() == 7
+    with build.Crew([build.Job(os._exit, (7,)), build.Job(os.getpid, ())], processes=1) as crew:
+        with pytest.raises(RuntimeError, match="its process ended with status 7"):
+            crew.answer(build.Job(os._exit, (7,)))
+        assert crew.answer(build.Job(os.getpid, ())) != os.getpid()
+
+
 # What is compiled
 
 
@@ -281,8 +327,8 @@ class Worker:
     def __init__(self):
         self.count = 0
 
-    def ask(self, variant):
-        spec, _traits, tile, _arch = variant
+    def ask(self, job):
+        spec, _traits, tile, _arch = job.arguments
         assert spec.tiles is None
         Worker.asked.append(tile)
         if tile.tile_n not in (128, 64):
@@ -291,6 +337,21 @@ class Worker:
 
     def close(self):
         return -6
+
+
+class AtHand:
+    """In place of a process: does the job here, where the test has changed something."""
+
+    def ask(self, job):
+        return job.function(*job.arguments)
+
+    def close(self):
+        return 0
+
+
+@pytest.fixture
+def at_hand(monkeypatch):
+    monkeypatch.setattr(build, "_Worker", AtHand)
 
 
 @pytest.fixture
@@ -312,10 +373,11 @@ def test_cells_share_a_compilation_and_a_dead_compiler_fails_its_cell_only(worke
         (run.FAILED, None, None),  # 112 keys
         (run.FAILED, None, None),  # one of its two tiles has 80 keys
     ]
-    assert results[2].reason == "the compiler's process ended with status -6"
+    assert results[2].reason == "its process ended with status -6"
     assert len(workers.asked) == 4 and steps == [4, *["step"] * 4]
 
 
+@pytest.mark.usefixtures("at_hand")
 def test_kernels_of_this_gpu_are_compiled_before_they_run(monkeypatch):
     """As on a Hopper GPU, with the call left out."""
     warmed, ran = [], []
@@ -323,8 +385,25 @@ def test_kernels_of_this_gpu_are_compiled_before_they_run(monkeypatch):
     monkeypatch.setattr(run, "run", lambda one, most: ran.append(one) or run.Result(one, run.PASSED))
     mine = [cell("bwd.bf16.d64.full", "sm90"), cell("fwd.bf16.d256.causal", "sm90"), cell("fwd.bf16.d64.full")]
     results = run.run_all(mine, (9, 0))
-    assert ran == mine and {one.status for one in results} == {run.PASSED}
-    assert warmed == [*cells.variants(mine[0]), *cells.variants(mine[1])] and len(warmed) == 3
+    assert [one for one in ran if one.arch == "sm90"] == mine[:2] and {one.cell for one in results} == set(ran)
+    assert {one.status for one in results} == {run.PASSED}
+    assert warmed == [*run.launched(mine[0]), *cells.variants(mine[1])] and len(warmed) == 4
+
+
+def test_what_a_kernel_needs_is_compiled_before_too():
+    for slug, backend in (("bwd.bf16.d192x128.causal.gqa", "sm90"), ("bwd.fp16.d48.full", "sm80")):
+        one = next(one for one in ALL if (one.arch, one.spec.backend, one.traits.slug) == ("sm90", backend, slug))
+        mine, (spec, traits, tile, arch) = run.launched(one)[:-1], run.launched(one)[-1]
+        assert mine == cells.variants(one) and (spec.name, arch) == (f"{backend}.forward", SM90)
+        assert traits == spec.compiled(replace(one.traits, phase="fwd")) and tile in {row.tile for row in spec.tiles}
+    for slug, traits in (
+        ("fwd.fp8.d128.causal.gqa", QuantizeTraits("bf16", 128, 128)),
+        ("fwd.fp8.d192x128.full.fp16_out", QuantizeTraits("fp16", 192, 128)),
+    ):
+        one = cell(slug, "sm90")
+        assert run.launched(one) == [*cells.variants(one), (sm90.QUANTIZER, traits, None, SM90)]
+    for slug in ("fwd.fp8.d128.causal.int8_qk", "fwd.bf16.d128.causal"):
+        assert run.launched(cell(slug, "sm90")) == cells.variants(cell(slug, "sm90"))
 
 
 @pytest.mark.compile
@@ -357,9 +436,12 @@ def results():
 def test_json_has_every_cell_and_where_it_ran(results, tmp_path):
     report.write_json(report.record(results, quick=True), tmp_path / "m.json")
     found = json.loads((tmp_path / "m.json").read_text())
-    assert (found["schema"], found["quick"]) == (report.SCHEMA, True)
+    (ran,) = found["runs"]
+    assert (found["schema"], ran["quick"]) == (report.SCHEMA, True)
     assert found["counts"] == {"passed": 2, "failed": 1, "compiled-only": 2, "refused": 1}
-    assert found["versions"]["torch"].startswith(torch.__version__) and {"date", "gpu", "revision"} <= found.keys()
+    assert ran["versions"]["torch"].startswith(torch.__version__) and {"date", "gpu", "revision"} <= ran.keys()
+    assert {one["run"] for one in found["cells"]} == {0}
+    assert report.record(results, quick=True, revision="abc+")["runs"][0]["revision"] == "abc+"
     assert [one["id"] for one in found["cells"]] == [one.cell.id for one in results]
     first, second, failed, *_ = found["cells"]
     assert (first["error_multiple"], first["budget_share"], second["error_multiple"]) == (1.25, 0.3, None)
@@ -399,25 +481,88 @@ def test_the_page_has_a_square_for_each_cell_and_loads_nothing(results):
 
 def test_the_table_and_the_notes_are_what_was_found(results):
     console = pytest.importorskip("rich.console").Console(width=120, record=True, quiet=False)
-    console.print(report.table(results))
+    found = report.record(results, quick=False)
+    console.print(report.table(found))
     text = console.export_text()
     for words in ("1 failed", "1 passed", "1.25", "90%", "255 + 40 B"):
         assert words in text
-    failed, refused = report.notes(results)
+    failed, refused = report.notes(found)
     assert "dq: 3 < 4" in failed and "1 cells of sm90.forward: no window mask" in refused
-    assert report.summary(results) == "2 passed, 1 failed, 2 compiled-only, 1 refused"
+    assert report.summary(found) == "2 passed, 1 failed, 2 compiled-only, 1 refused"
+
+
+# Several machines
+
+
+def one_cell(status, arch="sm90", **rest):
+    """The matrix of a machine that has one cell."""
+    found = report.record([run.Result(cell("fwd.bf16.d64.full", arch), status, **rest)], quick=False)
+    found["runs"][0]["gpu"] = f"{arch} {status}"
+    return found
+
+
+def test_the_machine_that_knows_most_of_a_cell_is_believed():
+    refused, compiled = one_cell(run.REFUSED, reason="no compiler"), one_cell(run.COMPILED, registers=168, local=0)
+    passed, failed = one_cell(run.PASSED, share=0.3, multiple=1.25, worst="out", calls=4), one_cell(run.FAILED)
+    for matrices, status in (
+        ([compiled, passed], run.PASSED),
+        ([passed, compiled, refused], run.PASSED),
+        ([passed, failed], run.FAILED),
+        ([refused, compiled], run.COMPILED),
+    ):
+        found = merge.assembled([*matrices, one_cell(run.PASSED, "cpu")])
+        first, second = found["cells"]
+        assert (first["status"], first["arch"], second["arch"]) == (status, "sm90", "cpu")  # the order of the catalog
+        assert [found["runs"][one["run"]]["gpu"] for one in (first, second)] == [f"sm90 {status}", "cpu passed"]
+        assert sum(found["counts"].values()) == 2 and report.exit_status(found) == (status == run.FAILED)
+    again = merge.assembled([one_cell(run.COMPILED, "sm80"), merge.assembled([compiled, passed])])
+    assert [again["runs"][one["run"]]["gpu"] for one in again["cells"]] == ["sm90 passed", "sm80 compiled-only"]
+
+
+def test_only_what_no_other_machine_has_is_left(tmp_path):
+    mine = [cell("fwd.bf16.d64.full", arch) for arch in ("sm90", "sm80", "cpu")]
+    left = lambda *added, here=(9, 0): [one.arch for one in merge.left(mine, added, here)]
+    assert left() == ["sm90", "sm80", "cpu"]
+    assert left(one_cell(run.COMPILED), one_cell(run.COMPILED, "sm80")) == ["sm90", "cpu"]  # it runs here
+    assert left(one_cell(run.COMPILED), here=None) == ["sm80", "cpu"]
+    assert left(one_cell(run.PASSED), one_cell(run.FAILED, "cpu")) == ["sm80"]
+    assert left(one_cell(run.REFUSED, "sm80"), here=None) == ["sm90", "sm80", "cpu"]  # there was no compiler
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found.update(schema="flashattn_hopper.matrix/1"), "its schema is 'flashattn_hopper.matrix/1'"),
+        (lambda found: found["cells"][0].update(id="cpu/other.forward/x"), "cpu/other.forward/x is no cell"),
+    ],
+)
+def test_a_file_of_something_else_is_not_added(change, message, tmp_path):
+    found, path = one_cell(run.PASSED), tmp_path / "m.json"
+    report.write_json(found, path)
+    assert merge.read(path) == found
+    change(found)
+    report.write_json(found, path)
+    with pytest.raises(ValueError, match=message):
+        merge.read(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="its schema is None"):
+        merge.read(path)
 
 
 # The command
 
 
 @pytest.fixture
-def command(monkeypatch):
+def command(monkeypatch, at_hand):
     """The command on three cells."""
     cli = pytest.importorskip("flashattn_hopper.matrix.cli")
     testing = pytest.importorskip("typer.testing")
     few = ("fwd.bf16.d64.causal", "bwd.fp32.d64.window", "fwd.fp64.d64.full")
-    chosen = lambda archs, quick, here: [] if cells.cells(archs, True) is None else [cell(slug) for slug in few]
+
+    def chosen(archs, quick, here, kernels):
+        cells.cells(archs, True, kernels=kernels)  # what it refuses
+        return [cell(slug) for slug in few]
+
     monkeypatch.setattr(cli, "cells", chosen)
     return lambda *args: testing.CliRunner().invoke(cli.app, ["matrix", *map(str, args)])
 
@@ -436,7 +581,29 @@ def test_a_failed_cell_is_exit_status_1(command, monkeypatch):
     assert result.exit_code == 1 and "3 failed" in result.output
 
 
-@pytest.mark.parametrize("args", [("--arch", "sm77"), ("--json", "/no/such/folder/m.json"), ("--processes", "0")])
+def test_the_command_adds_what_another_machine_ran(command, tmp_path):
+    report.write_json(one_cell(run.COMPILED, registers=168, local=0), tmp_path / "other.json")
+    first = command("--quick", "--json", tmp_path / "m.json", "--add", tmp_path / "other.json", "--revision", "abc")
+    assert first.exit_code == 0 and "3 passed, 1 compiled-only" in first.output, first.output
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert [(one["arch"], one["run"]) for one in found["cells"]] == [("sm90", 1), *[("cpu", 0)] * 3]
+    assert found["runs"][0]["revision"] == "abc"
+    second = command("--quick", "--add", tmp_path / "m.json", "--html", tmp_path / "m.html")
+    assert "matrix  0 cells" in second.output and "3 passed, 1 compiled-only" in second.output
+    text = (tmp_path / "m.html").read_text()
+    assert "1 of sm90" in text and "3 of cpu" in text and text.count("<dl>") == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--arch", "sm77"),
+        ("--kernel", "sm90.sideways"),
+        ("--json", "/no/such/folder/m.json"),
+        ("--processes", "0"),
+        ("--add", "/no/such/m.json"),
+    ],
+)
 def test_a_request_that_is_refused_is_exit_status_2(command, args):
     result = command(*args)
     assert result.exit_code == 2 and "Traceback" not in result.output

@@ -248,7 +248,7 @@ BAD = {
     "data": (changed(0, data=None), {}, TypeError, ["q: expected a torch.Tensor"]),
     "v int8": (changed(2, data=torch.ones(2, 7, 2, 8).to(torch.int8)), {}, TypeError, ["v: codes are int8"]),
     "half codes": (changed(1, data=torch.ones(2, 7, 2, 16).half()), {}, ValueError, ["k: codes are float16", "int8"]),
-    "mixed codes": (changed(1, data=torch.ones(2, 7, 2, 16).to(torch.int8)), {}, TypeError, ["k int8"]),
+    "mixed codes": (changed(1, data=torch.ones(2, 7, 2, 16).to(E4M3)), {}, TypeError, ["q int8", "k float8_e4m3fn"]),
     "heads": (changed(0, data=torch.ones(2, 5, 3, 16).to(E4M3)), {}, ValueError, ["3 query heads"]),
     "descale shape": (changed(1, descale=torch.ones(2, 2)), {}, ValueError, ["k: descale", "(2, 2, 1)", "rows=128"]),
     "descale dtype": (changed(1, descale=torch.ones(2, 2, 1).half()), {}, TypeError, ["k: descale is float16"]),
@@ -285,25 +285,29 @@ def test_explain():
         "reference",
         "reference.backward_fp8",
     )
-    assert said.slug == "fwd.fp8.d16x8.full.gqa" and "q, k, v: quantized on every call" in said.notes
+    assert said.slug == "fwd.fp8.d16x8.full.gqa.int8_qk" and "q, k, v: quantized on every call" in said.notes
     said = explain(*quantize_fp8(q, k, v))
     assert (said.kernel, said.backward) == ("reference.forward_fp8", None) and "carry no gradient" in str(said)
     assert "cast" not in str(explain(q.float(), k.float(), v.float(), precision="fp8"))
 
 
-def test_cuda_tensors_take_it_only_by_name(monkeypatch):
+def test_cuda_tensors_take_the_kernel_or_the_emulation_by_name(monkeypatch):
     """Tensors of a CPU stand in for those of a GPU: the planner sees only the capability."""
-    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr("flashattn_hopper.api._calls", runner.Memo())
     q, k, v = qkv()
     for operands in ((q, k, v), quantize_fp8(q, k, v)):
+        monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+        said = explain(*(torch.zeros(1, 4, 2, 32) for _ in range(3)), precision="fp8")
+        assert said.kernel is None and "fp32_out" in dict(said.refused)["sm90.forward_fp8"]
+        with pytest.raises(NotImplementedError, match="multiples of 16"):  # headdim_v 8
+            hopper_attention(*operands, precision="fp8")
+        monkeypatch.setattr(planner, "capability_of", lambda device: (8, 0))
         with pytest.raises(NotImplementedError) as info:
             hopper_attention(*operands, precision="fp8")
         message = str(info.value)
         for part in (
-            "no kernel runs fwd.fp8.d16x8.full.gqa on sm_90",
-            "sm90.forward_fp8: only with backend='sm90': its tests have not all run on a GPU yet",
-            "reference.forward_fp8: runs on sm_90 only with backend='reference'",
+            "no kernel runs fwd.fp8.d16x8.full.gqa.int8_qk on sm_80",
+            "reference.forward_fp8: runs on sm_80 only with backend='reference'",
             'backend="reference" runs it',
         ):
             assert part in message
@@ -312,6 +316,16 @@ def test_cuda_tensors_take_it_only_by_name(monkeypatch):
         assert said.kernel is None and set(dict(said.refused)) == refused
         assert explain(*operands, precision="fp8", backend="reference").kernel == "reference.forward_fp8"
         assert hopper_attention(*operands, backend="reference", precision="fp8").isfinite().all()
+
+
+def test_explain_names_the_kernels_of_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    said = explain(*torch.zeros(3, 1, 4, 2, 64, dtype=BF), precision="fp8")
+    assert (said.kernel, said.backward, said.compiled) == (
+        "sm90.forward_fp8",
+        "sm90.backward",
+        "fwd.fp8.d64.full.int8_qk",
+    )
 
 
 def test_block_scaled_is_public():

@@ -66,13 +66,16 @@ def test_hopper_refuses(changes, reason):
     assert reason in str(info.value) and 'backend="reference"' in str(info.value)
 
 
-def test_fp8_on_a_gpu_is_only_the_reference_s():
+def test_fp8_on_hopper_and_elsewhere():
+    codes = replace(D128, dtype="fp8")
+    assert planner.plan(codes, (9, 0), "auto", SHAPE).spec.name == "sm90.forward_fp8"
     with pytest.raises(NotImplementedError) as info:
-        planner.plan(replace(D128, dtype="fp8"), (9, 0), "auto", SHAPE)
+        planner.plan(codes, (8, 0), "auto", SHAPE)
     message = str(info.value)
-    assert "sm90.forward_fp8: only with backend='sm90'" in message and 'backend="reference" runs it' in message
-    assert "reference.forward_fp8: runs on sm_90 only" in message and "reference.forward:" not in message
-    assert planner.plan(replace(D128, dtype="fp8"), (9, 0), "reference", SHAPE).spec.name == "reference.forward_fp8"
+    assert "sm90.forward_fp8: " in message and 'backend="reference" runs it' in message
+    assert "reference.forward_fp8: runs on sm_80 only" in message and "reference.forward:" not in message
+    for device in ((8, 0), (9, 0)):
+        assert planner.plan(codes, device, "reference", SHAPE).spec.name == "reference.forward_fp8"
 
 
 @pytest.mark.parametrize("backend", ["auto", "sm90", "reference"])

@@ -88,8 +88,8 @@ def test_tensors_are_quantized_then_attended(launched, dtype):
     )
     (first, recipe, given), (second, traits, sent) = launched
     assert (first, second) == ("sm90.quantize", "sm90.forward_fp8")
-    assert (recipe.hadamard, recipe.smooth_k, recipe.int8_qk) == (True, True, False)
-    assert traits.mask == "window" and traits.fp16_out == (dtype == torch.float16) and not traits.int8_qk
+    assert (recipe.hadamard, recipe.smooth_k, recipe.int8_qk) == (True, True, True)
+    assert traits.mask == "window" and traits.fp16_out == (dtype == torch.float16) and traits.int8_qk
     assert given.q is q and given.k is k and given.v is v
     for name in ("q_descale", "k_descale", "v_descale", "logit_offset"):
         assert getattr(given, name) == getattr(sent, name) != 0
@@ -220,7 +220,7 @@ def test_the_scripts_measure_by_kernel_what_they_emulate(launched, scripts, monk
         return runner_fp8.from_scaled(*scaled)._replace(k_mean=scaled[1].mean, logit_offset=scaled[0].logit_offset)
 
     def bind(chosen, problem, dtype, device):
-        assert problem.traits.mask == mask and problem.traits.int8_qk == ("qk_dtype" in recipe)
+        assert problem.traits.mask == mask and problem.traits.int8_qk == (recipe["qk_dtype"] == "int8")
 
         def attended(codes, want_lse=True):
             scaled = runner_fp8.to_scaled(codes, dtype)
@@ -248,8 +248,8 @@ def test_the_scripts_compile_what_they_run(launched, scripts, monkeypatch):
     accuracy, checks = scripts
     compiled = []
     monkeypatch.setattr(jit, "warmup", lambda variants: compiled.extend(variants))
-    accuracy.compile_kernels((64,), [{}, checks.INT8, None])
-    accuracy.compile_kernels((128,), [{}], half="fp16", backward=False)
+    accuracy.compile_kernels((64,), [checks.FLOAT8, checks.INT8, None])
+    accuracy.compile_kernels((128,), [checks.FLOAT8], half="fp16", backward=False)
     slugs = {traits.slug for _, traits, *_ in compiled}
     assert {f"fwd.fp8.d64.{mask}{end}" for mask in accuracy.MASKS for end in ("", ".int8_qk")} <= slugs
     assert {f"{phase}.bf16.d64.{mask}" for phase in ("fwd", "bwd") for mask in accuracy.MASKS} <= slugs

@@ -247,13 +247,18 @@ def test_train_writes_png_and_json(command, tmp_path):
         assert text in result.output
 
 
-def test_fp8_on_a_gpu_asks_for_the_emulation_and_says_why(monkeypatch):
+def test_fp8_on_another_gpu_asks_for_the_emulation_and_says_why(monkeypatch):
+    monkeypatch.setattr("flashattn_hopper.train.config.capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    backend, why = pick_backend("cuda", Traits("fwd", "fp8", 64, 64, "causal"))
+    assert backend == "reference" and why.startswith("NVIDIA A100: ") and "sm90.forward_fp8: " in why
+    assert pick_backend("cuda", Traits("fwd", "bf16", 64, 64, "causal")) == ("auto", "NVIDIA A100")
+
+
+def test_fp8_on_a_hopper_gpu_takes_the_kernel(monkeypatch):
     monkeypatch.setattr("flashattn_hopper.train.config.capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    backend, why = pick_backend("cuda", Traits("fwd", "fp8", 64, 64, "causal"))
-    assert backend == "reference" and why.startswith("NVIDIA H200: ")
-    assert "sm90.forward_fp8: only with backend='sm90': its tests have not all run on a GPU yet" in why
-    assert pick_backend("cuda", Traits("fwd", "bf16", 64, 64, "causal")) == ("auto", "NVIDIA H200")
+    assert pick_backend("cuda", Traits("fwd", "fp8", 64, 64, "causal")) == ("auto", "NVIDIA H200")
 
 
 def test_fp8_run_learns(command, tmp_path):

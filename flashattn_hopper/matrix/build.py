@@ -1,4 +1,4 @@
-"""Compiles variants in worker processes and reads what their machine code uses. Needs no GPU."""
+"""Jobs in worker processes: variants that are compiled and read, cells that a CPU runs. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _cubin, _toolchain, jit
+
+
+class Job(NamedTuple):
+    """A function of a module, called with `arguments` by a worker. Equal jobs are done once."""
+
+    function: Callable
+    arguments: tuple
 
 
 class Used(NamedTuple):
@@ -24,21 +31,27 @@ class Used(NamedTuple):
     error: str = ""
 
 
-class Builder:
-    """Variants `(spec, traits, tile, arch)` -> `Used`, each compiled once however many cells share it.
+def compilation(variant: tuple) -> Job:
+    """The job `(spec, traits, tile, arch)` -> `Used`."""
+    spec, *rest = variant
+    return Job(compiled, (replace(spec, tiles=None), *rest))  # the table is not needed to compile
+
+
+class Crew:
+    """`jobs`, each done once however many ask for it, by as many processes as there are cores or `processes`.
 
     Used as a context. On leaving, what has not started is dropped and every worker ends.
     """
 
-    def __init__(self, variants: Iterable[tuple], processes: int | None = None):
-        distinct = list(dict.fromkeys(variants))
+    def __init__(self, jobs: Iterable[Job], processes: int | None = None):
+        distinct = list(dict.fromkeys(jobs))
         count = max(1, min(len(distinct), processes or len(os.sched_getaffinity(0))))
         self.pool = ThreadPoolExecutor(count)
         self.mine = threading.local()
         self.workers: list[_Worker] = []
-        self.futures: dict[tuple, Future] = {one: self.pool.submit(self._build, one) for one in distinct}
+        self.futures: dict[Job, Future] = {job: self.pool.submit(self._done, job) for job in distinct}
 
-    def __enter__(self) -> Builder:
+    def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *_):
@@ -47,27 +60,25 @@ class Builder:
             worker.close()
         self.pool.shutdown()
 
-    def when_built(self, call: Callable[[], None]) -> None:
-        """`call` once for each variant, from another thread, when it is done."""
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`call` once for each job, from another thread, when it is done."""
         for future in self.futures.values():
             future.add_done_callback(lambda _: call())
 
-    def used(self, variant: tuple) -> Used:
-        """Waits for the variant."""
-        return self.futures[variant].result()
+    def answer(self, job: Job) -> Any:
+        """Waits for the job. Raises RuntimeError where its process died of it."""
+        return self.futures[job].result()
 
-    def _build(self, variant) -> Used:
+    def _done(self, job: Job) -> Any:
         worker = getattr(self.mine, "worker", None)
         if worker is None:
             worker = self.mine.worker = _Worker()
             self.workers.append(worker)
-        spec, *rest = variant
         try:
-            # Why without the table: it is not needed to compile.
-            return worker.ask((replace(spec, tiles=None), *rest))
+            return worker.ask(job)
         except (EOFError, OSError):
-            self.mine.worker = None  # the next variant gets a new one
-            return Used(error=f"the compiler's process ended with status {worker.close()}")
+            self.mine.worker = None  # the next job gets a new one
+            raise RuntimeError(f"its process ended with status {worker.close()}") from None
 
 
 def missing_compiler() -> str:
@@ -80,7 +91,7 @@ def missing_compiler() -> str:
 
 
 class _Worker:
-    """A process that compiles, one variant at a time."""
+    """A process that does one job at a time."""
 
     def __init__(self):
         # Why: not multiprocessing. A fork breaks once CUDA runs, and a spawn imports the caller's script again.
@@ -92,13 +103,14 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # errors are part of the answer
-            env={**environment, "PYTHONPATH": path},
+            # One thread each: small tensors, beside workers on every core.
+            env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
 
-    def ask(self, variant) -> Used:
-        pickle.dump(variant, self.process.stdin)
+    def ask(self, job: Job) -> Any:
+        pickle.dump(job, self.process.stdin)
         self.process.stdin.flush()
-        return Used(*pickle.load(self.process.stdout))
+        return pickle.load(self.process.stdout)
 
     def close(self) -> int:
         self.process.kill()
@@ -106,19 +118,20 @@ class _Worker:
 
 
 def serve() -> None:
-    """The worker's end: pickled variants on standard input, a pickled tuple for each on standard output."""
+    """The worker's end: pickled jobs on standard input, a pickled answer for each on standard output."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what compilers print must not mix with the answer
     while True:
         try:
-            variant = pickle.load(sys.stdin.buffer)
+            job = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(tuple(_compiled(variant)), answer)
+        pickle.dump(job.function(*job.arguments), answer)
         answer.flush()
 
 
-def _compiled(variant) -> Used:
+def compiled(*variant) -> Used:
+    """What a variant uses, compiled here."""
     try:
         kernels = _cubin.sizes_of(jit.compile_cubin(*variant))
     except Exception as error:

@@ -61,6 +61,10 @@ def arch_names(catalog: Sequence[KernelSpec] = CATALOG) -> list[str]:
     return list(dict.fromkeys(Cell(one, None).arch for spec in catalog for one in on_archs(spec)))
 
 
+def kernel_names(catalog: Sequence[KernelSpec] = CATALOG) -> list[str]:
+    return [spec.name for spec in catalog]
+
+
 def headdims(catalog: Sequence[KernelSpec] = CATALOG) -> list[tuple[int, int]]:
     """What some kernel compiles, one that is padded, and one beyond the widest."""
     kernels = [one for spec in catalog for one in on_archs(spec) if one.headdims]
@@ -80,25 +84,32 @@ def cells(
     quick: bool = False,
     here: Capability = None,
     catalog: Sequence[KernelSpec] = CATALOG,
+    kernels: Iterable[str] | None = None,
 ) -> list[Cell]:
-    """Every cell of `archs` (None: all). `here` is the compute capability of this machine's GPU, None without one.
+    """Every cell of `archs` and `kernels` (None: all). `here` is the compute capability of this machine's GPU, None
+    without one.
 
     `quick`: one head dimension a kernel and few features. Of what can only be compiled here, one cell a kernel, and
     unless archs are named those of the kernel's own arch only.
 
-    Raises: ValueError for an arch that no kernel of the catalog is for.
+    Raises: ValueError for an arch that no kernel of the catalog is for, and for a kernel that is not in it.
     """
-    known = arch_names(catalog)
-    wanted = known if archs is None else list(archs)
-    if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"--arch {unknown[0]}: no kernel is for it; there are {', '.join(known)}")
+    wanted = _among(archs, arch_names(catalog), "--arch {}: no kernel is for it; there are {}")
+    named = _among(kernels, kernel_names(catalog), "--kernel {}: there is none of that name; there are {}")
     found = []
     for spec in catalog:
         for one in on_archs(spec):
-            if Cell(one, None).arch in wanted:
+            if Cell(one, None).arch in wanted and spec.name in named:
                 mine = _unrolled(one, quick, catalog)
                 found += _thinned(mine, here, ported=one is not spec and archs is None) if quick else mine
     return found
+
+
+def _among(words, known, message):
+    words = known if words is None else list(words)
+    if unknown := [word for word in words if word not in known]:
+        raise ValueError(message.format(unknown[0], ", ".join(known)))
+    return words
 
 
 def _unrolled(spec, quick, catalog) -> Iterator[Cell]:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..spec.arch import device_word
 from ..train.cli import app, console, refuse
-from . import page, report
+from . import merge, page, report
 from .cells import arch_names, cells
 from .run import here, run_all
 
@@ -25,12 +25,23 @@ def matrix(
     arch: Annotated[
         list[str] | None, typer.Option(help=f"one of {', '.join(arch_names())}; may be repeated (default: all)")
     ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="a kernel of the catalog, such as sm90.forward; may be repeated (default: all)"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option(help="one head dimension and few features, one compiled cell a kernel")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="write every cell to this file")] = None,
     html: Annotated[Path | None, typer.Option(help="write a heat map to this file, for a browser")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="compilers at a time (default: one a core)")] = None,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(help="a JSON file of another machine, whose cells this one need not repeat; may be repeated"),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="processes that compile, and run what a CPU runs (default: one a core)")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="for a copy of the tree without git's history")] = None,
 ):
     """Hold every kernel of the catalog against float64; what cannot run on this machine is compiled and read.
 
@@ -38,7 +49,8 @@ def matrix(
     """
     capability = here()
     try:
-        wanted = cells(arch, quick, capability)
+        added = [merge.read(path) for path in add or ()]
+        wanted = merge.left(cells(arch, quick, capability, kernels=kernel), added, capability)
         _check_folders(json, html)
     except ValueError as error:
         raise refuse(error) from error
@@ -55,16 +67,16 @@ def matrix(
             on_start=lambda total: progress.update(task, total=total),
             on_step=lambda: progress.advance(task),
         )
-    console.print(report.table(results))
-    for line in report.notes(results):
+    found = merge.assembled([report.record(results, quick, revision), *added])
+    console.print(report.table(found))
+    for line in report.notes(found):
         console.print(line, soft_wrap=True)
-    found = report.record(results, quick)
     for path, write in ((json, report.write_json), (html, page.write_html)):
         if path is not None:
             write(found, path)
             console.print(f"wrote {escape(str(path))}", soft_wrap=True)
-    console.print(report.summary(results))
-    raise typer.Exit(report.exit_status(results))
+    console.print(report.summary(found))
+    raise typer.Exit(report.exit_status(found))
 
 
 def _check_folders(*paths) -> None:

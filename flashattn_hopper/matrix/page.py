@@ -63,14 +63,15 @@ def page(found: dict) -> str:
     )
     legend = "".join(f'<span class="{name}">{escape(text)}</span>' for name, text in LEGEND)
     counts = ", ".join(f"{n} {status}" for status, n in found["counts"].items() if n)
+    quick = any(run["quick"] for run in found["runs"])
     title = "flashattn_hopper: correctness matrix"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n<body>'
-        f"<h1>{title}</h1>\n<p>{escape(counts)}{' (--quick)' if found['quick'] else ''}.</p>\n"
+        f"<h1>{title}</h1>\n<p>{escape(counts)}{' (--quick)' if quick else ''}.</p>\n"
         f'<p class="legend">{legend}</p>\n<p>{NUMBERS}</p>\n'
         f'<div class="scroll"><table><thead>{head}</thead>\n<tbody>{body}</tbody></table></div>\n'
-        f"{_failures(cells)}<h2>Where this ran</h2>\n<dl>{_facts(found)}</dl></body></html>\n"
+        f"{_failures(cells)}<h2>Where this ran</h2>\n{''.join(map(_facts, _runs(found)))}</body></html>\n"
     )
 
 
@@ -138,6 +139,16 @@ def _failures(cells) -> str:
     return f'<h2>Failed</h2>\n<ul class="reasons">{items}</ul>\n' if failed else ""
 
 
-def _facts(found: dict) -> str:
-    facts = {name: found[name] for name in ("date", "revision", "gpu", "driver", "platform")} | found["versions"]
-    return "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
+def _runs(found: dict) -> Iterable[dict]:
+    """What each run has to do with the page, and where it was."""
+    for place, run in enumerate(found["runs"]):
+        mine = [cell for cell in found["cells"] if cell["run"] == place]
+        archs = ", ".join(dict.fromkeys(cell["arch"] for cell in mine))
+        if mine:
+            yield {"cells": f"{len(mine)} of {archs}"} | run
+
+
+def _facts(run: dict) -> str:
+    facts = {name: run[name] for name in ("cells", "date", "revision", "gpu", "driver", "platform")} | run["versions"]
+    terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
+    return f"<dl>{terms}</dl>\n"

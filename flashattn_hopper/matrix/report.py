@@ -1,4 +1,4 @@
-"""What a matrix leaves behind: a table on the terminal, everything as JSON."""
+"""What a matrix leaves behind: everything as plain values (`record`), and of these a table and JSON."""
 
 from __future__ import annotations
 
@@ -18,90 +18,28 @@ from ..train.environment import describe
 from .cells import REFUSED
 from .run import FAILED, STATUSES, Result
 
-SCHEMA = "flashattn_hopper.matrix/1"
+SCHEMA = "flashattn_hopper.matrix/2"
 PACKAGE = Path(__file__).resolve().parents[1]
 _MACHINE = ("gpu", "driver", "platform", "cpu threads")  # names of describe(); the versions are the others
 _PRIVATE = ("kernel cache",)
 
 
-def row_of(result: Result) -> tuple[str, str, str]:
-    """(arch, kernel, precision): one line of the table and of the heat map."""
-    return result.cell.arch, result.cell.spec.name, result.cell.traits.dtype
-
-
-def counts(results: Sequence[Result]) -> dict[str, int]:
-    found = Counter(result.status for result in results)
-    return {status: found[status] for status in STATUSES}
-
-
-def summary(results: Sequence[Result]) -> str:
-    return ", ".join(f"{n} {status}" for status, n in counts(results).items() if n) or "no cells"
-
-
-def table(results: Sequence[Result]) -> Table:
-    """One line for each arch, kernel and precision in which something is not refused."""
-    found = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        caption="error: the worst, in errors of plain PyTorch; budget: the largest part used of what is allowed; "
-        "regs: the most registers of a thread at launch, + bytes that it spills",
-        caption_justify="left",
-    )
-    for name in ("arch", "kernel", "dtype", "cells"):
-        found.add_column(name, no_wrap=name != "cells")
-    for name in ("error", "budget", "regs"):
-        found.add_column(name, justify="right", no_wrap=True)
-    for key, group in groupby(results, row_of):
-        mine = list(group)
-        told = {status: n for status, n in counts(mine).items() if n and status != REFUSED}
-        if not told:
-            continue
-        words = (f"[bold red]{n} {status}[/]" if status == FAILED else f"{n} {status}" for status, n in told.items())
-        error, budget, registers, local = (
-            max((x for result in mine if (x := getattr(result, name)) is not None), default=None)
-            for name in ("multiple", "share", "registers", "local")
-        )
-        found.add_row(
-            *key,
-            ", ".join(words),
-            "" if error is None else f"{error:.2f}",
-            "" if budget is None else f"{budget:.0%}",
-            "" if registers is None else f"{registers}" + (f" + {local} B" if local else ""),
-        )
-    return found
-
-
-def notes(results: Sequence[Result]) -> list[str]:
-    """Failures in full, then the reasons of refusals, each once with its kernels; for the terminal."""
-    lines = [
-        f"[bold red]failed[/] {escape(result.cell.id)}: {escape(result.reason)}"
-        for result in results
-        if result.status == FAILED
-    ]
-    reasons: dict[str, Counter] = {}
-    for result in results:
-        if result.status == REFUSED:
-            reasons.setdefault(result.reason, Counter())[result.cell.spec.name] += 1
-    return lines + [
-        f"[bold]refused[/] {sum(names.values())} cells of {', '.join(names)}: {escape(reason)}"
-        for reason, names in reasons.items()
-    ]
-
-
-def record(results: Sequence[Result], quick: bool) -> dict:
-    """The whole matrix as plain values."""
+def record(results: Sequence[Result], quick: bool, revision: str | None = None) -> dict:
+    """The whole matrix as plain values: `cells`, and the `runs` that they came from, here one. `revision` replaces what
+    git says, for a copy of the tree without its history."""
     machine = describe()
-    return {
-        "schema": SCHEMA,
+    run = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "revision": revision(),
+        "revision": revision or checked_out(),
         "versions": {name: text for name, text in machine.items() if name not in (*_MACHINE, *_PRIVATE)},
         **{name.replace(" ", "_"): machine[name] for name in _MACHINE},
         "quick": quick,
-        "counts": counts(results),
-        "cells": [_cell(result) for result in results],
     }
+    return assembled([run], [_cell(result) for result in results])
+
+
+def assembled(runs: list[dict], cells: list[dict]) -> dict:
+    return {"schema": SCHEMA, "runs": runs, "counts": counts(cells), "cells": cells}
 
 
 def _cell(result: Result) -> dict:
@@ -125,10 +63,76 @@ def _cell(result: Result) -> dict:
         "calls": result.calls,
         "registers": result.registers,
         "local_bytes": result.local,
+        "run": 0,
     }
 
 
-def revision() -> str | None:
+def row_of(cell: dict) -> tuple[str, str, str]:
+    """(arch, kernel, precision): one line of the table and of the heat map."""
+    return cell["arch"], cell["kernel"], cell["precision"]
+
+
+def counts(cells: Sequence[dict]) -> dict[str, int]:
+    found = Counter(cell["status"] for cell in cells)
+    return {status: found[status] for status in STATUSES}
+
+
+def summary(found: dict) -> str:
+    return ", ".join(f"{n} {status}" for status, n in found["counts"].items() if n) or "no cells"
+
+
+def table(found: dict) -> Table:
+    """One line for each arch, kernel and precision in which something is not refused."""
+    made = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        caption="error: the worst, in errors of plain PyTorch; budget: the largest part used of what is allowed; "
+        "regs: the most registers of a thread at launch, + bytes that it spills",
+        caption_justify="left",
+    )
+    for name in ("arch", "kernel", "dtype", "cells"):
+        made.add_column(name, no_wrap=name != "cells")
+    for name in ("error", "budget", "regs"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for key, group in groupby(found["cells"], row_of):
+        mine = list(group)
+        told = {status: n for status, n in counts(mine).items() if n and status != REFUSED}
+        if not told:
+            continue
+        words = (f"[bold red]{n} {status}[/]" if status == FAILED else f"{n} {status}" for status, n in told.items())
+        error, budget, registers, local = (
+            max((cell[name] for cell in mine if cell[name] is not None), default=None)
+            for name in ("error_multiple", "budget_share", "registers", "local_bytes")
+        )
+        made.add_row(
+            *key,
+            ", ".join(words),
+            "" if error is None else f"{error:.2f}",
+            "" if budget is None else f"{budget:.0%}",
+            "" if registers is None else f"{registers}" + (f" + {local} B" if local else ""),
+        )
+    return made
+
+
+def notes(found: dict) -> list[str]:
+    """Failures in full, then the reasons of refusals, each once with its kernels; for the terminal."""
+    lines = [
+        f"[bold red]failed[/] {escape(cell['id'])}: {escape(cell['reason'])}"
+        for cell in found["cells"]
+        if cell["status"] == FAILED
+    ]
+    reasons: dict[str, Counter] = {}
+    for cell in found["cells"]:
+        if cell["status"] == REFUSED:
+            reasons.setdefault(cell["reason"], Counter())[cell["kernel"]] += 1
+    return lines + [
+        f"[bold]refused[/] {sum(names.values())} cells of {', '.join(names)}: {escape(reason)}"
+        for reason, names in reasons.items()
+    ]
+
+
+def checked_out() -> str | None:
     """The commit of the checkout that this package is in, with "+" where files differ. None outside of one."""
 
     def git(*arguments):
@@ -146,6 +150,6 @@ def write_json(found: dict, path: Path) -> None:
     path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def exit_status(results: Sequence[Result]) -> int:
+def exit_status(found: dict) -> int:
     """0 where nothing failed, else 1."""
-    return int(any(result.status == FAILED for result in results))
+    return int(found["counts"][FAILED] > 0)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .. import hopper_attention, jit, oracle
-from ..arguments import TORCH_DTYPES
+from .. import hopper_attention, jit, oracle, planner
+from ..arguments import TORCH_DTYPES, WORDS
+from ..kernels.sm90.specs import QUANTIZER
 from ..planner import Capability, capability_of
 from ..quantize import dequantize, quantize_fp8
 from ..spec.arch import CPU
-from ..spec.problem import BWD, FWD, Traits
-from .build import Builder, missing_compiler
+from ..spec.problem import BWD, FWD, QuantizeTraits, Traits
+from .build import Crew, Job, compilation, missing_compiler
 from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
 
 PASSED, FAILED, COMPILED = "passed", "failed", "compiled-only"
@@ -63,40 +65,61 @@ def run_all(
     on_start: Callable[[int], Any] = lambda total: None,
     on_step: Callable[[], Any] = lambda: None,
 ) -> list[Result]:
-    """The result of every cell, in order, from its first `most_calls` calls (None: all). Compilers work in `processes`
-    beside what runs here.
+    """The result of every cell, in order, from its first `most_calls` calls (None: all). What the GPU runs, runs here;
+    beside it `processes` compile, and run what a CPU runs.
 
     `on_start` gets the number of steps: cells to run and variants to compile. `on_step` may come from any thread.
     """
-    fates = [fate(cell, capability) for cell in cells]
     absent = missing_compiler()
-    compiled = [] if absent else [cell for cell, (what, _) in zip(cells, fates) if what == COMPILE]
-    with Builder((one for cell in compiled for one in variants(cell)), processes) as builder:
-        on_start(len(builder.futures) + sum(what == RUN for what, _ in fates))
-        builder.when_built(on_step)
-        _warm([cell for cell, (what, _) in zip(cells, fates) if what == RUN and cell.spec.arch], processes)
-        found = {}
+    fates = {cell: fate(cell, capability) for cell in cells}
+    found = {cell: Result(cell, REFUSED, reason) for cell, (what, reason) in fates.items() if what == REFUSED}
+    mine = [cell for cell, (what, _) in fates.items() if what == RUN and cell.arch != CPU]
+    jobs = {
+        cell: [Job(run, (cell, most_calls))] for cell, (what, _) in fates.items() if (what, cell.arch) == (RUN, CPU)
+    }
+    for cell in [cell for cell, (what, _) in fates.items() if what == COMPILE]:
+        if absent:
+            found[cell] = Result(cell, REFUSED, absent)
+        else:
+            jobs[cell] = [compilation(variant) for variant in variants(cell)]
+    with Crew(itertools.chain.from_iterable(jobs.values()), processes) as crew:
+        on_start(len(crew.futures) + len(mine))
+        crew.when_done(on_step)
+        _warm(mine, processes)
         with _one_thread():
-            for cell, (what, reason) in zip(cells, fates):
-                if what == RUN:
-                    found[cell] = run(cell, most_calls)
-                    on_step()
-                elif what == REFUSED or absent:
-                    found[cell] = Result(cell, REFUSED, reason or absent)
-        return [found[cell] if cell in found else _read(cell, builder) for cell in cells]
+            for cell in mine:
+                found[cell] = run(cell, most_calls)
+                on_step()
+        found |= {cell: _collected(cell, crew, asked) for cell, asked in jobs.items()}
+    return [found[cell] for cell in cells]
 
 
 def _warm(cells, processes) -> None:
     """Why: where they are called first, kernels are compiled one after the other; here side by side."""
     try:
-        jit.warmup([one for cell in cells for one in variants(cell)], processes)
+        jit.warmup([one for cell in cells for one in launched(cell)], processes)
     except (RuntimeError, ImportError):
         pass  # no disk cache, no compiler or a kernel that does not compile: the cells themselves will say
 
 
+def launched(cell: Cell) -> list[tuple]:
+    """What the calls of a cell launch: its variants; before a backward, the forward; before an FP8 forward, what makes
+    its operands."""
+    spec, traits = cell.spec, cell.traits
+    made = variants(cell)
+    if traits.phase == BWD:
+        forward = replace(traits, phase=FWD)
+        plans = [planner.plan(forward, spec.arch.capability, spec.backend, call.shape) for call in calls(cell)]
+        made += [(*plan, plan.spec.arch) for plan in plans]
+    elif traits.dtype == "fp8" and not _codes(traits):
+        operands = QuantizeTraits(WORDS[_input_dtype(traits)], traits.headdim, traits.headdim_v)
+        made.append((QUANTIZER, operands, None, QUANTIZER.arch))
+    return list(dict.fromkeys(made))
+
+
 @contextlib.contextmanager
 def _one_thread():
-    """Why: small tensors, beside compilers. A thread pool would mostly wait for the other cores."""
+    """Why: small tensors, beside workers. A thread pool would mostly wait for the other cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,12 +128,18 @@ def _one_thread():
         torch.set_num_threads(before)
 
 
-def _read(cell, builder) -> Result:
-    used = [builder.used(variant) for variant in variants(cell)]
-    error = next((one.error for one in used if one.error), "")
+def _collected(cell, crew, jobs) -> Result:
+    try:
+        answers = [crew.answer(job) for job in jobs]
+    except RuntimeError as error:
+        return Result(cell, FAILED, str(error))
+    if cell.arch == CPU:
+        return answers[0]
+    error = next((used.error for used in answers if used.error), "")
     if error:
         return Result(cell, FAILED, error)
-    return Result(cell, COMPILED, registers=max(one.registers for one in used), local=max(one.local for one in used))
+    registers, local = (max(getattr(used, name) for used in answers) for name in ("registers", "local"))
+    return Result(cell, COMPILED, registers=registers, local=local)
 
 
 def run(cell: Cell, most_calls: int | None = None) -> Result:
@@ -146,7 +175,7 @@ def _held(cell: Cell, call: Call, device: str) -> Result:
     worst = Result(cell, PASSED, share=-1.0)
     for name, actual in outputs.items():
         verdict = oracle.judge(
-            actual, getattr(exact, name), getattr(usual, name), q.dtype, name, _terms(cell.traits, exact, name)
+            actual, getattr(exact, name), getattr(usual, name), q.dtype, name, _terms(cell.traits, exact, usual, name)
         )
         if verdict.wrong:
             multiple = _finite(verdict.multiple)
@@ -167,11 +196,15 @@ def _operands(traits: Traits, call: Call, device: str):
     s = call.shape
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr((traits, call)).encode()))
     make = lambda *shape: torch.randn(shape, generator=generator, device=device)
-    dtype = next((OUTPUTS[word] for word in OUTPUTS if word in traits.features), INPUTS[traits.dtype])
+    dtype = _input_dtype(traits)
     q, dout = (make(s.batch, s.seqlen_q, s.num_heads_q, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
     k, v = (make(s.batch, s.seqlen_k, s.num_heads_kv, d).to(dtype) for d in (traits.headdim, traits.headdim_v))
     dlse = make(s.batch, s.num_heads_q, s.seqlen_q)
     return q, k, v, dout, dlse.double() if traits.dtype == "fp64" else dlse
+
+
+def _input_dtype(traits: Traits) -> torch.dtype:
+    return next((OUTPUTS[word] for word in OUTPUTS if word in traits.features), INPUTS[traits.dtype])
 
 
 def _computed(cell: Cell, call: Call, operands, *flows) -> dict[str, torch.Tensor]:
@@ -207,11 +240,14 @@ def _codes(traits: Traits) -> str | None:
     return next((CODES[word] for word in CODES if word in traits.features), None)
 
 
-def _terms(traits: Traits, exact: oracle.Dense, name: str) -> torch.Tensor:
-    """What rounding is measured by. Why more in float64: P has a relative error of epsilon times the logit. In other
-    dtypes plain PyTorch shows it too; here plain PyTorch and what counts as exact make it together."""
+def _terms(traits: Traits, exact: oracle.Dense, usual: oracle.Dense, name: str) -> torch.Tensor:
+    """What rounding is measured by. Why more where nothing is 16 bits wide: P of a stored lse has a relative error of
+    epsilon times the logit. Plain PyTorch shows it too, but in float64 it and what counts as exact make it together,
+    and with one key for each query its P is 1 and its error nothing."""
     terms = exact.terms[name]
-    return terms * exact.terms["lse"].amax() if traits.dtype == "fp64" and name != "lse" else terms
+    dtype = _input_dtype(traits)
+    unseen = dtype == torch.float32 and oracle.error(getattr(usual, name), getattr(exact, name)) == 0
+    return terms * exact.terms["lse"].amax() if name != "lse" and (unseen or dtype == torch.float64) else terms
 
 
 def _shown(call: Call) -> str:

@@ -70,7 +70,6 @@ FORWARD_FP8 = KernelSpec(
     multiple=16,
     tiles=FP8_TILES,
     entry="flashattn_hopper.kernels.sm90.forward:Forward",
-    on_request="its tests have not all run on a GPU yet, and it is slower than the 16-bit kernel",
 )
 
 # dQ summed in memory costs the fewest products; a kernel of its own repeats bit by bit. Beyond headdim 128 dK and dV of
@@ -109,5 +108,4 @@ QUANTIZER = KernelSpec(
     features=frozenset(),
     multiple=16,
     entry="flashattn_hopper.kernels.sm90.quantize:Quantize",
-    on_request="its tests have not all run on a GPU yet, and it is slower than the 16-bit kernel",
 )

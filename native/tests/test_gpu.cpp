@@ -1,6 +1,7 @@
 // Forward and backward on the GPU through the C interface, against the reference on the host.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -301,28 +302,48 @@ void threads(const char* backend) {
   fah_plan_destroy(plan);
 }
 
-// The host's time of one call, the least of many rounds; the device's work is tiny.
-void host_time(const char* backend) {
-  const Case c{backend, 1, 128, 128, 1, 1, 64, {-1, 0}, false, false};
-  fah_plan* plan = nullptr;
-  if (!plan_for(problem_of<cutlass::bfloat16_t>(c, FAH_FORWARD), &plan, "host time")) return;
-  const size_t n = 128 * 64;
-  Buffer in(n * 2), out(n * 2), workspace(16);
-  in.put(numbers<cutlass::bfloat16_t>(n, 1));
-  workspace.zero();
-  const fah_forward_args f{in.data(), in.data(), in.data(), out.data(), nullptr, workspace.data()};
-  double least = 1e9;
-  for (int round = 0; round < 30; ++round) {
+// Microseconds of the host for one call of `launch`: printed as least and median over rounds of `calls` calls, few
+// enough that the launch queue never fills. Returns the least.
+template <class Launch>
+double microseconds(const char* what, int calls, Launch launch) {
+  std::vector<double> rounds(30);
+  for (double& round : rounds) {
     CUDA(cudaDeviceSynchronize());
     const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < 200; ++i) fah_forward(plan, &f, nullptr);
+    for (int i = 0; i < calls; ++i) launch();
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
-    least = std::min(least, took.count() / 200);
+    round = took.count() / calls;
   }
   CUDA(cudaDeviceSynchronize());
-  std::printf("host time of a forward call: %.2f us\n", least);
-  CHECK(least <= 5);
-  fah_plan_destroy(plan);
+  std::sort(rounds.begin(), rounds.end());
+  std::printf("host time of a %s call: %.2f us least, %.2f us median\n", what, rounds[0], rounds[rounds.size() / 2]);
+  return rounds[0];
+}
+
+// What a call costs the host; the device's work is tiny. A backward is several launches.
+void host_time(const char* backend) {
+  const Case c{backend, 1, 128, 128, 1, 1, 64, {-1, 0}, false, false};
+  fah_plan *forward = nullptr, *backward = nullptr;
+  if (!plan_for(problem_of<cutlass::bfloat16_t>(c, FAH_FORWARD), &forward, "host time")) return;
+  const size_t n = 128 * 64;
+  Buffer in(n * 2), out(n * 2), lse(128 * 4), workspace(16);
+  in.put(numbers<cutlass::bfloat16_t>(n, 1));
+  workspace.zero();
+  const fah_forward_args f{in.data(), in.data(), in.data(), out.data(), lse.floats(), workspace.data()};
+  CHECK_SAID(fah_forward(forward, &f, nullptr) == FAH_OK, fah_last_error());
+  CHECK(microseconds("forward", 200, [&] { fah_forward(forward, &f, nullptr); }) <= 5);
+  fah_plan_destroy(forward);
+
+  if (!plan_for(problem_of<cutlass::bfloat16_t>(c, FAH_BACKWARD), &backward, "host time, backward")) return;
+  fah_workspace w{};
+  CHECK(fah_plan_workspace(backward, &w) == FAH_OK);
+  Buffer dq(n * 2), dk(n * 2), dv(n * 2), sums(w.bytes);
+  if (w.zeroed) sums.zero();
+  const fah_backward_args b{in.data(), in.data(), in.data(), in.data(), out.data(), lse.floats(),
+                            nullptr,   dq.data(), dk.data(), dv.data(), sums.data()};
+  CHECK_SAID(fah_backward(backward, &b, nullptr) == FAH_OK, fah_last_error());
+  microseconds("backward", 50, [&] { fah_backward(backward, &b, nullptr); });
+  fah_plan_destroy(backward);
 }
 
 }  // namespace
