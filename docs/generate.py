@@ -193,7 +193,7 @@ def tile_line(row: Row, phase: str, columns: Mapping[str, Callable]) -> list[str
     traits = Traits(phase, dtype, *row.dims)
     return [
         "{}, {}".format(*row.dims),
-        words(row.dtypes),
+        words(row.dtypes) + {(False,): ", e4m3", (True,): ", int8 q and k"}.get(row.int8_qk, ""),
         ", ".join(row.masks),
         f"from {row.min_seqlen}" if row.min_seqlen else "any",
         f"{tile.tile_m} x {tile.tile_n}",

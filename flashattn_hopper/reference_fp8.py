@@ -35,13 +35,21 @@ _INF = float("inf")
 
 
 @torch.no_grad()
-def forward(q: BlockScaled, k: BlockScaled, v: BlockScaled, band: Band, softmax_scale: float, product=torch.bmm):
+def forward(
+    q: BlockScaled,
+    k: BlockScaled,
+    v: BlockScaled,
+    band: Band,
+    softmax_scale: float,
+    product=torch.bmm,
+    exp2=torch.Tensor.exp2_,
+):
     """Attention on codes.
 
     Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) with Hq a multiple of Hk.
     B batch, Sq and Sk sequence lengths, Hq and Hk query and key heads, D and Dv head dimensions.
     `product` multiplies one tile of P by one tile of v codes, (pairs, rows, keys) by (pairs, keys, Dv) in float32:
-    where a test puts the accumulator of the hardware.
+    where a test puts the accumulator of the hardware. `exp2`, of a tile's exponents in place, likewise.
 
     Returns out (B, Sq, Hq, Dv) in `q.dtype` and float32 lse (B, Hq, Sq), natural log, of the scores that the codes
     give: `quantize.restore_lse` adds what the mean of k took away. A query that sees no key gets out 0 and lse -inf.
@@ -64,13 +72,13 @@ def forward(q: BlockScaled, k: BlockScaled, v: BlockScaled, band: Band, softmax_
                 _rows(_as_heads(k_tiles), chunk, 1, torch.float32),
                 _rows(_as_heads(v.descale), chunk, 1, torch.float32),
             )
-            out_rows, lse_rows = _forward_chunk(cut, band, product, *operands)
+            out_rows, lse_rows = _forward_chunk(cut, band, product, exp2, *operands)
             _store(out_rows, out, chunk, cut.group)
             _store(lse_rows, _as_heads(lse), chunk, cut.group)
     return out, lse
 
 
-def _forward_chunk(cut, band, product, query, key, value, q_scale, k_scale, v_scale):
+def _forward_chunk(cut, band, product, exp2, query, key, value, q_scale, k_scale, v_scale):
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     lse = query.new_empty(*query.shape[:2], 1)
     largest = LARGEST[E4M3]
@@ -87,7 +95,7 @@ def _forward_chunk(cut, band, product, query, key, value, q_scale, k_scale, v_sc
             top, before = torch.maximum(top, s.amax(-1, keepdim=True)), top
             # Why: a row that has not seen a key yet would compute exp2(-inf + inf).
             base = top.masked_fill(top == -_INF, 0)
-            p = s.sub_(base).add_(P_SHIFT).exp2_()
+            p = exp2(s.sub_(base).add_(P_SHIFT))
             shrink = before.sub_(base).exp2_()
             total.mul_(shrink).add_(p.sum(-1, keepdim=True))
             codes = p.clamp_(max=largest).to(E4M3).float()

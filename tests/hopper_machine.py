@@ -290,6 +290,9 @@ class _Warp(_Block):
             self.mbarriers[self.place(operands[0], active)] = _Arrivals(count, count)
             return
         barrier = self.mbarriers[self.place(operands[1], active)]
+        if words[1] == "test_wait":
+            self.put(operands[0], barrier.phase != self.get(operands[2]), active)
+            return
         if "expect_tx" in words:
             barrier.num_bytes += int(self.get(operands[2])[active][0])
         barrier.pending -= int(active.sum())
@@ -418,7 +421,9 @@ class _Warp(_Block):
             value = product[row + 8 * (e // 2 % 2), 8 * (e // 4) + 2 * pair + e % 2]
             if sums:
                 value = value + self.get(name.strip()).view(number)
-            self.registers[name.strip()] = value.astype(number).view(np.uint32)
+            bits = value.astype(number).view(np.uint32)
+            # Hardware has one NaN, which is above every number as an integer.
+            self.registers[name.strip()] = np.where(np.isnan(value), np.uint32(0x7FFFFFFF), bits)
 
     def matrix(self, descriptor, rows, flipped):
         """Rows of 32 bytes that a descriptor names: groups of eight rows, each row as long as the swizzle's span.
@@ -480,6 +485,7 @@ _SIMPLE = {
     "cvt.s32.s16": lambda x: _word(_signed(x, 16)),
     "mul.wide.s16": lambda a, b: _word(_signed(a, 16) * _signed(b, 16)),
     "shr.s16": lambda a, places: _word(_signed(a, 16) >> places.astype(np.int64), 16),
+    "max.NaN.f32": _floats(np.maximum),
     "min.NaN.f32": _floats(np.minimum),
     "max.relu.s32": lambda a, b: np.maximum(np.maximum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),
     "min.relu.s32": lambda a, b: np.maximum(np.minimum(a.view(np.int32), b.view(np.int32)), 0).view(np.uint32),

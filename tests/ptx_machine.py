@@ -149,6 +149,13 @@ class _Block:
             result = ~values[0]
         elif last == "pred":
             result = _LOGIC[name](*values)
+        elif "sat" in words and last == "f32":
+            x = _float(name, *(x.view(np.float32) for x in values)).view(np.float32)
+            result = _bits(np.where(x > 0, np.minimum(x, 1), 0))  # NaN becomes 0
+        elif last == "f16x2":
+            result = _halves(name, *values)
+        elif name == "lop3":
+            result = _table(*values)
         elif last == "f32":
             result = _float(name, *(x.view(np.float32) for x in values))
         elif words == ["max", "u16x2"]:
@@ -281,6 +288,25 @@ def _float(name, *x):
     return _bits(one / x[0] if name == "rcp" else arithmetic[name](*x))
 
 
+def _halves(name, *x):
+    """Of two halves in a word each, rounded once: a double holds the product and the sum."""
+    result = 0
+    for bit in (0, 16):
+        a, b, *c = ((y >> bit & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64) for y in x)
+        value = a * b + c[0] if name == "fma" else {"add": operator.add, "mul": operator.mul}[name](a, b)
+        result = result | value.astype(np.float16).view(np.uint16).astype(np.uint32) << bit
+    return result
+
+
+def _table(a, b, c, table):
+    """lop3.b32: bit i of the table is the result where a, b, c have the bits of i."""
+    result = np.zeros_like(a)
+    for i in range(8):
+        if int(table[0]) >> i & 1:
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result
+
+
 def _integer(words, kind, values):
     name, last = words[0], words[-1]
     if name == "neg":
@@ -325,6 +351,12 @@ def _codes(high, low):
     return pack(high.view(np.float32)) << 8 | pack(low.view(np.float32))
 
 
+def _codes_of_halves(x):
+    """cvt.rn.satfinite.e4m3x2.f16x2"""
+    half = lambda bit: _bits((x >> bit & 0xFFFF).astype(np.uint16).view(np.float16))
+    return _codes(half(16), half(0))
+
+
 def _bytes(high, low, above):
     """cvt.pack.sat.s8.s32.b32"""
     byte = lambda x: np.clip(x.view(np.int32), -128, 127).astype(np.uint32) & 0xFF
@@ -339,6 +371,7 @@ def _rounded(x):
 
 _CONVERSIONS = {
     "cvt.rn.satfinite.e4m3x2.f32": _codes,
+    "cvt.rn.satfinite.e4m3x2.f16x2": _codes_of_halves,
     "cvt.pack.sat.s8.s32.b32": _bytes,
     "cvt.rni.s32.f32": _rounded,
     "cvt.f32.bf16": lambda x: (x & 0xFFFF) << np.uint32(16),

@@ -65,7 +65,8 @@ def test_exponentials_run_under_a_product(mask, int8_qk, tmp_path):
     text = subprocess.run([find_nvdisasm(), "-c", path], check=True, capture_output=True, text=True).stdout
     under = [part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in text.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]]
     assert len(under) == loops_of(traits) - 2
-    assert all(part.count("MUFU.EX2") >= tile.tile_n // 2 for part in under)
+    by_unit = tile.tile_n // 2 * (8 - tile.polynomial) // 8
+    assert all(part.count("MUFU.EX2") >= by_unit and part.count("HFMA2") >= tile.polynomial * 8 for part in under)
 
 
 def loops_of(traits):

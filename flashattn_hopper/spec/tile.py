@@ -23,7 +23,8 @@ class FwdTile:
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
     Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
-    the other, so that their accumulators share registers.
+    the other, so that their accumulators share registers; `polynomial`, of every eight blocks of 16 keys those whose
+    exponentials are polynomials in packed halves, because there are not enough units for all of them.
     """
 
     tile_m: int
@@ -35,6 +36,7 @@ class FwdTile:
     ping_pong: bool = True
     value_columns: int | None = None
     serial: bool = False
+    polynomial: int = 0
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -42,6 +44,7 @@ class FwdTile:
         self._require(self.num_stages == 2, "num_stages", "2 (a ring slot counts in twos)")
         self._require(self.q_stages in (1, 2), "q_stages", "1 or 2")
         self._require(self.schedule in ("grid", "dynamic"), "schedule", "'grid' or 'dynamic'")
+        self._require(self.polynomial in range(9), "polynomial", "0 to 8")
         self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
         self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: a stage each")
         self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")
@@ -86,6 +89,8 @@ class FwdTile:
             raise ValueError(
                 f"{self}: value_columns are a divisor of headdim_v, with fp8 and serial; got {traits.slug}"
             )
+        if self.polynomial and traits.dtype != "fp8":
+            raise ValueError(f"{self}: polynomial is for fp8, whose codes are coarser; got {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 
@@ -118,14 +123,14 @@ class FwdTile:
 
     @classmethod
     def _of_codes(cls, arch, traits):
-        for tile_m, tile_n, q_stages, ping_pong, columns in product(
-            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128)
+        for tile_m, tile_n, q_stages, ping_pong, columns, polynomial in product(
+            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128), (0, 2, 3, 4)
         ):
             serial = columns is not False
             value_columns = columns or None
             if value_columns == traits.headdim_v:
                 continue
-            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial)
+            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial, polynomial)
             # A tile's own accumulator is beside the scores where its product runs under their exponentials.
             sums = (value_columns or traits.headdim_v) // 2
             live = max(tile_n // 2, sums) if serial else tile_n // 2 + sums
@@ -362,6 +367,7 @@ class Row:
     masks: tuple[str, ...] = ("full", "causal", "window")
     min_seqlen: int = 0
     deterministic: tuple[bool, ...] = (False, True)
+    int8_qk: tuple[bool, ...] = (False, True)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -373,6 +379,7 @@ class Row:
             and traits.dtype in self.dtypes
             and traits.mask in self.masks
             and traits.deterministic in self.deterministic
+            and traits.int8_qk in self.int8_qk
         )
 
 

@@ -7,6 +7,10 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
 LARGEST = {"e4m3": 448.0, "int8": 127.0}
+
+# Of exp2_halves: x + LOWEST is taken from 0 to SPAN.
+LOWEST, SPAN = 15.0, 31.0
+HIGH, ONES = 0x4B40, 0x3C003C00
 TINY = 2.0**-100  # a smaller scale counts as 1, so that the product of two stays a normal float
 
 
@@ -77,6 +81,45 @@ def pack4_int8(a, b, c, d):
         "cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 h, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, h; }"
     )
     return Int32(_asm(T.i32(), text, "=r,f,f,f,f", *map(Float32, (a, b, c, d))))
+
+
+def pack4_halves(low, high):
+    """Two words of two halves as four e4m3 codes in one word, in that order. Saturates."""
+    text = (
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f16x2 lo, $1; cvt.rn.satfinite.e4m3x2.f16x2 hi, $2; "
+        "mov.b32 $0, {lo, hi}; }"
+    )
+    return Int32(_asm(T.i32(), text, "=r,r,r", Int32(low), Int32(high)))
+
+
+def add_halves(a, b):
+    """Of two words of two halves."""
+    return Int32(_asm(T.i32(), "add.rn.f16x2 $0, $1, $2;", "=r,r,r", Int32(a), Int32(b)))
+
+
+def fixed_point(x, slope, offset, high):
+    """An operand of exp2_halves, `high` the second one, from slope * x + offset: what is 2^ of, plus LOWEST, by SPAN.
+
+    A saturating addition is the clamp. NaN becomes 0, as 2^-inf is.
+    """
+    text = "fma.rn.sat.f32 $0, $1, $2, $3;"
+    part = Float32(_asm(T.f32(), text, "=f,f,f,f", *map(Float32, (x, slope, offset))))
+    return part * (1024 * SPAN) + (1.5 * 2.0**23 - HIGH * high)
+
+
+def exp2_halves(low, high, one):
+    """2^x of two x from -15 to 16 as two halves in a word, without the pipe of exponentials: relative error 2.9e-3.
+
+    `low` is the float 1.5 * 2^23 + 1024 (x + LOWEST), `high` the same less HIGH: the integer (high << 16) + low has
+    two halves in it, worth 2^n (1 + f), x = n + f. In their place: 2^n p(1 + f) with p of degree two and
+    p(1) = 1 exactly, put together by one integer addition. `one` is ONES in a register, where it costs nothing.
+    """
+    text = (
+        "{ .reg .b32 w, g, p, c; mad.lo.u32 w, $2, 65536, $1; lop3.b32 g, w, 0x03FF03FF, $3, 0xEA; "
+        "mov.b32 p, 0x35463546; mov.b32 c, 0x1E191E19; fma.rn.f16x2 p, p, g, c; "
+        "mov.b32 c, 0x39523952; fma.rn.f16x2 p, p, g, c; sub.u32 w, w, g; add.u32 $0, w, p; }"
+    )
+    return Int32(_asm(T.i32(), text, "=r,r,r,r", bits_of(low), bits_of(high), Int32(one)))
 
 
 PACK4 = {"e4m3": pack4_e4m3, "int8": pack4_int8}

@@ -15,17 +15,40 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 
-from .eight_bit import multiply
+from .eight_bit import (
+    LOWEST,
+    ONES,
+    PACK4,
+    SPAN,
+    add_halves,
+    exp2_halves,
+    fixed_point,
+    half_of,
+    multiply,
+    pack4_halves,
+)
 from .softmax import LN_2, Softmax, quad, row_of, tree
+from .work import again
 
 P_SHIFT = 8.0  # log2 of the scale of P
 SMALLEST = 2.0**-126  # a multiplier below it, or NaN, counts as it: a hidden score is -inf and must stay it
 
 
+def word(w):
+    """The scores whose codes are register w of P: two neighbours of a row from each of two neighbouring groups of S."""
+    first = 2 * (w % 2) + 8 * (w // 2)
+    return [first + e for e in (0, 1, 4, 5)]
+
+
+def larger(a, b):
+    """NaN, if one is: a polynomial exponential does not pass it on."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
 def float_tops(S):
-    return [tree(cute.arch.fmax, [S[i] for i in row_of(cute.size(S), r)]) for r in range(2)]
+    return [tree(larger, [S[i] for i in row_of(cute.size(S), r)]) for r in range(2)]
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,7 @@ class ScaledSoftmax(Softmax):
     k_scale: Float32 | None = None
     votes: bool = False  # whether to take the branch of `tops`
     below: Any = None  # whether a row of this warp has a bias below zero
+    polynomial: int = 0  # of eight blocks of 16 keys, those whose exponentials are polynomials
     codes: Any = None  # the scores as they leave the product, before a mask
 
     def of_tile(self, n):
@@ -48,9 +72,12 @@ class ScaledSoftmax(Softmax):
     def of_scores(self, S):
         return replace(self, codes=S)
 
+    def first(self, S, exact):
+        return self.to_codes(S, exact, float_tops(S))[0]
+
     def tile(self, S, masked, exact, O):
         tops = float_tops if masked else self.code_tops if self.codes.element_type is Int32 else self.tops
-        return self.update(S, exact, tops(S))
+        return self.to_codes(S, exact, tops(S))
 
     def code_tops(self, S):
         return [reduce(cutlass.max, [self.codes[i] for i in row_of(cute.size(S), r)]).to(Float32) for r in range(2)]
@@ -75,44 +102,67 @@ class ScaledSoftmax(Softmax):
         return top
 
     @cute.jit
-    def update(self, S, exact, tops=None):
-        """Scores to P in place; returns the two factors for O. `tops`: the rows' maxima, of what this thread has.
+    def to_codes(self, S, exact, tops):
+        """Words of P, four codes each, and the two factors for O. `tops`: the rows' maxima, of what this thread has.
 
         `exact` rounds the scaled score before it subtracts, as the maximum was: that cancels at any magnitude.
         """
-        tops = float_tops(S) if const_expr(tops is None) else tops
-        exponents = [S[i] for i in range(cute.size(S))]
+        P = cute.make_rmem_tensor(cute.size(S) // 4, Int32)
+        scores = [S[i] for i in range(cute.size(S))]
         alpha, poison = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        scales = []
         for r in cutlass.range_constexpr(2):
             scale = self.scale_log2[r] * self.k_scale
             poison[r] = multiply(scale, Float32(0.0))
-            scale = cute.arch.fmax(scale, Float32(SMALLEST))
-            top = quad(cute.arch.fmax, tops[r])
-            old = self.bias[r]
+            scales.append(cute.arch.fmax(scale, Float32(SMALLEST)))
+        quads = [quad(larger, tops[r]) for r in range(2)]
+        for r in cutlass.range_constexpr(2):
+            scale, top, old = scales[r], quads[r], self.bias[r]
             # A row or a tile that held inf or NaN has the scale NaN; so becomes the sum of each row that sees it.
-            poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r])
+            poison[r] = cutlass.select_(top == -math.inf, Float32(0.0), poison[r] + multiply(top, Float32(0.0)))
             new = cute.arch.fmax(old, multiply(top, scale))
             self.bias[r] = new
             new = cutlass.select_(new == -math.inf, Float32(0.0), new)
             alpha[r] = cute.arch.exp2(old - new)
-            for i in row_of(len(exponents), r):
-                if const_expr(exact):
-                    exponents[i] = (multiply(exponents[i], scale) - new) + P_SHIFT
-                else:
-                    exponents[i] = exponents[i] * scale + (P_SHIFT - new)
-        self.exponentiate(S, exponents, alpha)
+            self.row(P, scores, r, scale, new, exact, alpha[r])
         for r in cutlass.range_constexpr(2):
             self.row_sum[r] = self.row_sum[r] + poison[r]
-        return alpha
+        return P, alpha
 
-    def exponentiate(self, P, exponents, alpha):
-        """exp2 into P, and each row's sum in one chain: an addition takes less time than the next exponential."""
-        for r in range(2):
-            total = self.row_sum[r] * alpha[r]
-            for i in row_of(len(exponents), r):
-                P[i] = cute.arch.exp2(exponents[i])
-                total = total + P[i]
-            self.row_sum[r] = total
+    def row(self, P, scores, r, scale, bias, exact, alpha):
+        """One row's scores to codes, and its sum: in one chain, an addition takes less time than the next exponential.
+
+        Exponentials of some blocks of 16 keys are polynomials, in the issue slots that the others leave. Their sum is
+        one of halves first, 16 of them at most.
+        """
+        if exact:
+            scored = lambda i: (multiply(scores[i], scale) - bias) + P_SHIFT
+            slope, offset = Float32(1.0 / SPAN), Float32(LOWEST / SPAN)
+        else:
+            shift = P_SHIFT - bias
+            scored = lambda i: scores[i] * scale + shift
+            slope, offset = scale * (1.0 / SPAN), (shift + LOWEST) * (1.0 / SPAN)
+        total, halves, one = self.row_sum[r] * alpha, None, again(Int32(ONES)) if self.polynomial else None
+        for w in range(r, cute.size(P), 2):
+            places = word(w)
+            if self.by_polynomial(w // 2):
+                x = [scored(i) if exact else scores[i] for i in places]
+                y = [fixed_point(x[e], slope, offset, e % 2) for e in range(4)]
+                u, v = exp2_halves(y[0], y[1], one), exp2_halves(y[2], y[3], one)
+                P[w], both = pack4_halves(u, v), add_halves(u, v)
+                halves = both if halves is None else add_halves(halves, both)
+            else:
+                p = [cute.arch.exp2(scored(i)) for i in places]
+                for x in p:
+                    total = total + x
+                P[w] = PACK4["e4m3"](*p)
+        if halves is not None:
+            total = total + (half_of(halves, 0, Float16) + half_of(halves, 1, Float16))
+        self.row_sum[r] = total
+
+    def by_polynomial(self, block):
+        """`polynomial` of eight blocks, evenly among the others."""
+        return block * self.polynomial % 8 < self.polynomial
 
     def rescale(self, O, inverse):
         """By the factors of `finish`. 0 is a row without keys, whose O may hold NaN of a V that it does not see."""

@@ -90,13 +90,18 @@ class Softmax:
         """What the products of a tile themselves say: nothing that S does not."""
         return self
 
+    def first(self, S, exact):
+        """Probabilities of the first tile, in the place of its scores."""
+        self.update(S, exact)
+        return S
+
     def tile(self, S, masked, exact, O):
-        """Scores to probabilities in place; returns the factors for O, or None where O needs none."""
+        """Probabilities, in the place of the scores, and the factors for O, or None where O needs none."""
         if masked:
-            return self.update(S, exact)
+            return S, self.update(S, exact)
         self.update_optimistic(S)
         self.settle(S, O)
-        return None
+        return S, None
 
     @cute.jit
     def update(self, S, exact):

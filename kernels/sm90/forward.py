@@ -36,7 +36,7 @@ from ..common.softmax import CEILING, LN_2, LOG2_E, Softmax
 from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
-from .mainloop import Asynchronous, Loads, Overlapped, Serial
+from .mainloop import Asynchronous, Loads, Overlapped, Polling, Serial
 from .pipeline import (
     EPILOGUE_BARRIER,
     NoTurns,
@@ -107,6 +107,7 @@ class Forward:
         self.elements = elements_of(traits)
         self.fp8 = traits.dtype == "fp8"
         self.pv = InPlace if not self.fp8 else Promoted if tile.serial else Late
+        self.hooks = Serial if tile.serial else Polling if self.fp8 else Overlapped
         self.dynamic = tile.schedule == "dynamic"
 
     def arguments(self):
@@ -197,8 +198,11 @@ class Forward:
     def softmax(self, dev):
         pair = lambda: cute.make_rmem_tensor(2, Float32)
         if self.fp8:
-            votes = not (self.tile.serial or self.traits.int8_qk)
-            return ScaledSoftmax(pair(), pair(), pair(), 0.0, tiles=SCALE_KEYS // self.tile.tile_n, votes=votes)
+            votes = not (self.tile.value_columns or self.traits.int8_qk)
+            return ScaledSoftmax(
+                pair(), pair(), pair(), 0.0,
+                tiles=SCALE_KEYS // self.tile.tile_n, votes=votes, polynomial=self.tile.polynomial,
+            )  # fmt: skip
         return Softmax(pair(), pair(), dev.scale_log2, CEILING[self.traits.dtype], Asynchronous())
 
     def scaled(self, dev, softmax, work, row):
@@ -355,7 +359,7 @@ class Forward:
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         place = Place(wg, cute.arch.make_warp_uniform((tidx % WARPGROUP) // 32), tidx % 32)
         thr_qk = dev.mma_qk.get_slice(0)
-        hooks = (Serial if t.serial else Overlapped)(
+        hooks = self.hooks(
             dev.mma_qk,
             *rings,
             turns=PingPong(wg, t.num_consumers) if t.ping_pong and t.num_consumers > 1 else NoTurns(),

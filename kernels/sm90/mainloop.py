@@ -4,7 +4,7 @@ Both are frozen dataclasses: what is fixed for a kernel is given once, what belo
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -129,8 +129,7 @@ class Overlapped:
         S = as_floats(S)
         if self.mask_first != 0:
             self.mask.apply(S, n)
-        softmax.update(S, self.exact)
-        self.pv.start(S)
+        self.pv.start(softmax.first(S, self.exact))
         return slot
 
     def step(self, n, slot, masked):
@@ -143,17 +142,21 @@ class Overlapped:
         self.pv.issue(slot)
         self.turns.pass_on()
         warpgroup.wait_group(1)
+        P, alpha = self.probabilities(softmax, S, n, following, masked)
+        self.pv.hold(slot)
+        warpgroup.wait_group(0)
+        self.pv.collect(slot)
+        self.pv.take(P, alpha)
+        return following
+
+    def probabilities(self, softmax, S, n, following, masked):
+        """P of tile n and the factors for O, once its QK is done."""
         self.ring_k.release(following)
         self.free_q(n)
         softmax, S = softmax.of_scores(S), as_floats(S)
         if masked:
             self.mask.apply(S, n)
-        alpha = softmax.tile(S, masked, self.exact, self.pv.O)
-        self.pv.hold(slot)
-        warpgroup.wait_group(0)
-        self.pv.collect(slot)
-        self.pv.take(S, alpha)
-        return following
+        return softmax.tile(S, masked, self.exact, self.pv.O)
 
     def free_q(self, n):
         """After QK of a tile: where it was the last one (or rows see no key), Q is not needed any more."""
@@ -183,6 +186,56 @@ class Overlapped:
         return slot.next()
 
 
+class Polled(NamedTuple):
+    """A slot, and whether its V and the K of the one behind it have landed."""
+
+    index: Int32
+    phase: Int32
+    landed: Int32
+
+    @property
+    def slot(self):
+        return Slot(self.index, self.phase)
+
+
+@dataclass(frozen=True)
+class Polling(Overlapped):
+    """For 8-bit operands: asks for the K and V of a step at the end of the step before, under what it moves there.
+
+    Why: a try of a barrier takes 25 cycles, and the tensor cores are not what this loop waits for.
+    """
+
+    def begin(self, n, slot):
+        return Polled(*Overlapped.begin(self, n, slot), Int32(0))
+
+    @cute.jit
+    def wait(self, polled, following):
+        if polled.landed == 0:
+            self.ring_k.wait(following)
+            self.ring_v.wait(polled.slot)
+
+    def step(self, n, polled, masked):
+        slot = polled.slot
+        following = slot.next()
+        self.wait(polled, following)
+        self.turns.wait()
+        S = self.scores(following)
+        softmax = self.softmax.of_tile(n)
+        self.pv.issue(slot)
+        self.turns.pass_on()
+        warpgroup.wait_group(1)
+        P, alpha = self.probabilities(softmax, S, n, following, masked)
+        self.pv.hold(slot)
+        warpgroup.wait_group(0)
+        landed = self.ring_v.landed(following) & self.ring_k.landed(following.next())
+        self.pv.collect(slot)
+        self.pv.take(P, alpha)
+        return Polled(*following, Int32(landed))
+
+    def drain(self, n, polled):
+        return Overlapped.drain(self, n, polled.slot)
+
+
 @dataclass(frozen=True)
 class Serial(Overlapped):
     """The same with PV of the previous tile done before QK of this one is issued: their accumulators share registers.
@@ -201,10 +254,5 @@ class Serial(Overlapped):
         S = self.scores(following)
         self.turns.pass_on()
         warpgroup.wait_group(0)
-        self.ring_k.release(following)
-        self.free_q(n)
-        softmax, S = softmax.of_scores(S), as_floats(S)
-        if masked:
-            self.mask.apply(S, n)
-        self.pv.take(S, softmax.tile(S, masked, self.exact, self.pv.O))
+        self.pv.take(*self.probabilities(softmax, S, n, following, masked))
         return following

@@ -64,6 +64,10 @@ class Ring:
         """Consumer warps: wait until the stage has landed."""
         cute.arch.mbarrier_wait(self.full + slot.index, slot.phase)
 
+    def landed(self, slot):
+        """Whether it has, without waiting."""
+        return cute.arch.mbarrier_test_wait(self.full + slot.index, slot.phase)
+
     def wait_released(self, slot):
         """Wait until every consumer has released this use of the stage."""
         cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase)

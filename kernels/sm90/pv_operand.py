@@ -16,8 +16,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..common.convert import to_half
-from ..common.eight_bit import PACK4
 from ..common.softmax import rescale
+from ..common.work import kept
 from .pipeline import Ring
 from .tensors import SLAB, slices
 
@@ -102,6 +102,7 @@ class Promoted:
     P: cute.Tensor
     O: cute.Tensor
     T: cute.Tensor  # the product of one tile and one block of columns
+    zero: Int32  # see put
     lag: cute.Tensor  # what O must still be multiplied by: it is done together with adding T
 
     @staticmethod
@@ -131,11 +132,12 @@ class Promoted:
             P=mma.make_fragment_A(thr.partition_shape_A((SLAB, tile.tile_n))),
             O=cute.make_rmem_tensor(((2, 2, headdim_v // 8), 1, 1), Float32),  # as one product would have it
             T=cute.make_rmem_tensor(thr.partition_shape_C((SLAB, columns)), Float32),
+            zero=kept(Int32(0), 0),
             lag=cute.make_rmem_tensor(2, Float32),
         )
 
-    def start(self, S):
-        self.pack(S)
+    def start(self, P):
+        self.put(P)
         self.O.fill(0.0)
         self.lag.fill(1.0)
 
@@ -168,17 +170,20 @@ class Promoted:
         for i in range(cute.size(self.T)):
             self.O[first + i] = self.O[first + i] * self.lag[(i // 2) % 2] + self.T[i]
 
-    def take(self, S, alpha):
-        self.pack(S)
+    def take(self, P, alpha):
+        self.put(P)
         for r in range(2):
             self.lag[r] = alpha[r]
 
-    def pack(self, S):
-        """A register of P is four codes of one row: two neighbours from each of two neighbouring groups of S."""
+    def put(self, P):
+        """Words of P to where products read them, once none does.
+
+        Why an addition: the words are there before the last product is done. If they were the operand of the next one,
+        ptxas would serialise every product. It is a move in the machine code.
+        """
         words = cute.recast_tensor(self.P, Int32)
         for w in range(cute.size(words)):
-            s = 2 * (w % 2) + 8 * (w // 2)
-            words[w] = PACK4["e4m3"](*[S[s + e] for e in (0, 1, 4, 5)])
+            words[w] = P[w] + self.zero
 
 
 @dataclass(frozen=True)
@@ -191,8 +196,8 @@ class Late(Promoted):
     def of(cls, *args):
         return cls(**vars(Promoted.of(*args)), alpha=cute.make_rmem_tensor(2, Float32))
 
-    def start(self, S):
-        Promoted.start(self, S)
+    def start(self, P):
+        Promoted.start(self, P)
         self.T.fill(0.0)
         self.alpha.fill(1.0)
 
@@ -209,7 +214,7 @@ class Late(Promoted):
         self.ring.release(slot)
         self.add(0)
 
-    def take(self, S, alpha):
-        self.pack(S)
+    def take(self, P, alpha):
+        self.put(P)
         for r in range(2):
             self.alpha[r] = alpha[r]

@@ -17,7 +17,8 @@ def traits_of(spec):
     compiled_in = "deterministic" in spec.features - spec.invariant_to
     for dims, dtype, mask in itertools.product(spec.headdims, sorted(spec.dtypes), spec.masks):
         for deterministic in (False, True)[: 1 + compiled_in]:
-            yield Traits(spec.phase, dtype, *dims, mask, deterministic=deterministic)
+            for int8_qk in (False, True)[: 1 + ("int8_qk" in spec.features)]:
+                yield Traits(spec.phase, dtype, *dims, mask, deterministic=deterministic, int8_qk=int8_qk)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def traits_of(spec):
         ("tile_n", {"tile_n": 40}),
         ("tile_n", {"tile_n": 0}),
         ("tile_n", {"tile_n": 272}),
+        ("polynomial", {"polynomial": 9}),
         ("num_stages", {"num_stages": 3}),
         ("q_stages", {"q_stages": 3, "output": "own", "schedule": "dynamic"}),
         ("q_stages", {"q_stages": 2, "output": "q", "schedule": "dynamic"}),
