@@ -292,7 +292,7 @@ def test_shared_memory_and_workspace_of_the_backward():
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_every_arch_has_a_backward_tile_that_fits(arch):
     there = sm80.BACKWARD.on(arch.capability)
-    assert there.arch is arch and there.tiles == sm80.BACKWARD.tiles
+    assert there.arch is arch and there.headdims == sm80.BACKWARD.headdims
     for row in there.tiles:
         row.tile.check(arch, Traits(BWD, "bf16", *row.dims))
 
