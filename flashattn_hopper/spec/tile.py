@@ -336,6 +336,95 @@ class Sm80BwdTile:
                 raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows, 32 columns at a time")
 
 
+@dataclass(frozen=True)
+class Sm80SumTile:
+    """The other way to cut the Ampere backward: all gradients in one kernel, dQ summed in float32 global memory.
+
+    tile_n keys stay, tiles of tile_m queries stream by in two stages. `split` warps share num_warps / split-th of the
+    keys: each has scores of its part of the queries, and its part of the columns of dK and dV.
+    `step`: queries of its part that a warp works on at once; None is all of them.
+    `late`: dQ of a tile is computed in the next one, which takes a second stage for dS and saves a barrier.
+    `vector`: four sums in one instruction, for archs since Hopper.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int = 8
+    split: int = 1
+    step: int | None = None
+    late: bool = True
+    vector: bool = False
+
+    kv_stages = 1
+    query_n = None
+    wanted = "all"
+
+    def __post_init__(self):
+        for field, allowed in (
+            ("tile_m", (32, 64, 128)), ("tile_n", (64, 128)), ("num_warps", (4, 8)), ("split", (1, 2, 4))
+        ):  # fmt: skip
+            self._require(getattr(self, field) in allowed, field, allowed)
+        self._require(self.keys % 16 == 0, "split", "16 keys or more for a warp")
+        self._require(self.at_once % 16 == 0 and self.queries % self.at_once == 0, "step", "a divisor, at least 16")
+
+    def _require(self, ok, field, allowed):
+        if not ok:
+            raise ValueError(f"Sm80SumTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
+
+    @property
+    def keys(self) -> int:
+        """Keys of a warp: those of its dK and dV, and of its scores."""
+        return self.tile_n * self.split // self.num_warps
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile that a warp has scores of."""
+        return self.tile_m // self.split
+
+    @property
+    def at_once(self) -> int:
+        return self.step or self.queries
+
+    def dq_part(self, headdim: int) -> tuple[int, int]:
+        """(queries, columns) of dQ that a warp computes: of equal parts those that read least."""
+        size = self.tile_m * headdim // self.num_warps
+        unit = copy_unit(headdim)
+        fits = lambda m, n: m * n == size and n % 16 == 0 and headdim % n == 0 and not (n % unit and unit % n)
+        parts = [(m, size // m) for m in (16, 32, 64, 128) if m <= self.tile_m and fits(m, size // m)]
+        return min(parts, key=sum)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def registers(self) -> tuple[int]:
+        return (255,)
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """K and V, Q, dO, lse and delta in two stages, dS in one or two; P where warps share keys."""
+        widths = traits.headdim + traits.headdim_v
+        scores = self.tile_n * self.tile_m * (1 + self.late + (self.split > 1))
+        tiles = BYTES[traits.dtype] * ((self.tile_n + 2 * self.tile_m) * widths + scores)
+        return -(-(tiles + 16 * self.tile_m) // 1024) * 1024
+
+    def workspace_floats(self, rows: int, headdim: int) -> int:
+        """For each of `rows` padded query rows: lse and delta, and dQ."""
+        return rows * (2 + headdim)
+
+    def check(self, arch: ArchSpec, traits: Traits) -> None:
+        """Raise ValueError, with the budget in the text, where this tile does not fit."""
+        check_smem(self, arch, traits)
+        for width in (traits.headdim, traits.headdim_v):
+            unit = copy_unit(width)
+            rows = 8 * self.num_threads // unit
+            if width % 32 or self.tile_m % rows or self.tile_n % rows:
+                raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows, 32 columns at a time")
+            part = width // self.split
+            if width % self.split or (part % unit and unit % part):
+                raise ValueError(f"{self}: {traits.slug} has no {self.split} equal parts of columns")
+
+
 def copy_unit(width: int) -> int:
     """Columns that lie together in shared memory where a tile of `width` columns is copied by 16 bytes."""
     return 64 if width % 64 == 0 else 32
@@ -349,7 +438,7 @@ def check_smem(tile: Tile, arch: ArchSpec, traits: Traits) -> None:
         )
 
 
-Tile = FwdTile | BwdTile | Sm80FwdTile | Sm80BwdTile
+Tile = FwdTile | BwdTile | Sm80FwdTile | Sm80BwdTile | Sm80SumTile
 
 
 @dataclass(frozen=True)

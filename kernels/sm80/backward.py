@@ -25,15 +25,16 @@ from cutlass.memory import SmemAllocator
 from flashattn_hopper.spec.mask import Seqlens
 from flashattn_hopper.spec.tile import ROW_PAD as PAD
 
-from ..common.convert import ELEMENT
+from ..common.convert import ELEMENT, to_half
 from ..common.mask import BandMask, ColumnMask
 from ..common.operands import BwdOperands
 from ..common.softmax import LOG2_E
 from ..common.tensors import at, band_of, fake_operand, operand_again
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, InOrder, again, order_of, thread_again
-from .copies import Both, rows_of
+from .copies import Both, copy_chunk, rows_of
 from .epilogue import Outlet
+from .one_pass import Warp, one_pass
 from .pipeline import Staged, landed
 from .products import Products, differentiate, fragment, packed, scale
 from .shared import Reader, Swizzled, columns_first, rows_first
@@ -112,6 +113,7 @@ class Backward:
     def __init__(self, traits, tile):
         self.traits, self.tile = traits, tile
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
+        self.summed = tile.query_n is None
         self.dtype = ELEMENT[traits.dtype]
         self.products = Products(self.dtype, tile.tile_m)
         self.lanes = 1 << (self.headdim_v // 8 - 1).bit_length()  # threads that share a row in prepare, 8 elements each
@@ -143,9 +145,19 @@ class Backward:
             ops.q, ops.k, ops.v, ops.do, ops.workspace, ops.softmax_scale, ops.window_left, ops.window_right
         )  # fmt: skip
         launch = {"block": [t.num_threads, 1, 1], "min_blocks_per_mp": 1, "stream": stream}
-        self.prepare(ops.do, ops.o, ops.lse, ops.dlse, ops.workspace).launch(
-            grid=[cute.ceil_div(seqlen_q, PAD) * heads * batch, 1, 1], block=[PREPARE_THREADS, 1, 1], stream=stream
-        )
+        rows = {
+            "grid": [cute.ceil_div(seqlen_q, PAD) * heads * batch, 1, 1],
+            "block": [PREPARE_THREADS, 1, 1],
+            "stream": stream,
+        }
+        sums = ops.workspace + Int64(cute.ceil_div(seqlen_q, PAD) * PAD) * heads * batch * 8
+        self.prepare(ops.do, ops.o, ops.lse, ops.dlse, ops.workspace, sums).launch(**rows)
+        if const_expr(self.summed):
+            self.gradients(dev, sums, ops.dk, ops.dv).launch(
+                grid=[cute.ceil_div(seqlen_k, t.tile_n) * kv_heads * batch, 1, 1], **launch
+            )
+            self.finish(ops.q, sums, ops.dq, ops.softmax_scale).launch(**rows)
+            return
         if const_expr(t.wanted != "dq"):
             self.keys(dev, ops.dk, ops.dv).launch(
                 grid=[cute.ceil_div(seqlen_k, t.tile_n) * kv_heads * batch, 1, 1], **launch
@@ -158,7 +170,7 @@ class Backward:
 
     # --------------------------------------------------------------------------------------------- device half
     @cute.kernel
-    def prepare(self, mdO: cute.Tensor, o: Int64, lse: Int64, dlse: Int64, stats: Int64):
+    def prepare(self, mdO: cute.Tensor, o: Int64, lse: Int64, dlse: Int64, stats: Int64, sums: Int64):
         """Every padded row; past the end and in rows without keys P = exp2(S - inf) is 0."""
         _, seqlen_q, heads, d_v = mdO.shape
         blocks = cute.ceil_div(seqlen_q, PAD)
@@ -194,6 +206,12 @@ class Backward:
                 out = statistics(stats, head_row, seqlen_q, row, 1)
                 out[0] = log2
                 out[1] = delta
+        if const_expr(self.summed):
+            zero = cute.make_rmem_tensor(4, Float32)
+            zero.fill(0.0)
+            mine = sums + (Int64(head_row) * blocks + block) * (4 * PAD * self.headdim) + tidx * 16
+            for i in cutlass.range(self.headdim * PAD // (4 * PREPARE_THREADS), unroll=4):
+                cute.make_tensor(at(Float32, mine + i * (16 * PREPARE_THREADS), 16), cute.make_layout(4)).store(zero.load())
 
     def memory(self, resident, streaming):
         """(two tiles that stay, two rings) of `resident` and `streaming` rows: as wide as q and k, and as v and do."""
@@ -271,6 +289,151 @@ class Backward:
         _, seqlen_k, kv_heads, _ = k.shape
         for acc, tile, address, x in ((dK, sK, dk, k), (dV, sV, dv, v)):
             self.store(acc, tile, address, x.shape[3], (batch, seqlen_k, kv_heads), kv_head, n_block, lane, first)
+
+    def shared_tiles(self):
+        """K, V, rings of Q and dO, P (None where no warps share keys) and dS."""
+        t, pair = self.tile, (self.headdim, self.headdim_v)
+        shapes = [(t.tile_n, w, 1) for w in pair] + [(t.tile_m, w, STAGES) for w in pair]
+        shapes += [(t.tile_n, t.tile_m, int(t.split > 1)), (t.tile_n, t.tile_m, 1 + t.late)]
+        sizes = [rows * width * stages for rows, width, stages in shapes]
+
+        @cute.struct
+        class Smem:
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[3]], 1024]
+            scores: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[4] + sizes[5]], 1024]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * 2 * t.tile_m], 16]
+
+        # Too much shared memory is not a compile error: the launch fails.
+        assert Smem.size_in_bytes() <= t.smem_bytes(self.traits), Smem.size_in_bytes()
+        st = SmemAllocator().allocate(Smem)
+        bases = [Int32(m.data_ptr().toint()) for m in (st.k, st.v, st.q, st.do, st.scores)]
+        bases.append(bases[-1] + 2 * sizes[4])
+        tiles = [Swizzled(base, rows, width) for base, (rows, width, _) in zip(bases, shapes)]
+        return (*tiles[:4], tiles[4] if t.split > 1 else None, tiles[5]), Int32(st.stats.data_ptr().toint())
+
+    def where(self, tidx):
+        index = cute.arch.make_warp_uniform(tidx // 32)
+        return Warp(tidx % 32, index, index // self.tile.split, index % self.tile.split)
+
+    @cute.jit
+    def copy_statistics(self, dev, target, head_row, m, stage, tidx):
+        """(lse, delta) of a tile of queries into a stage, two rows a thread."""
+        t = self.tile
+        if tidx < t.tile_m // 2:
+            row = Int64(head_row) * (cute.ceil_div(dev.q.shape[1], PAD) * PAD) + m * t.tile_m
+            copy_chunk(target + stage * (8 * t.tile_m) + tidx * 16, dev.stats + row * 8 + tidx * 16, 16)
+
+    @cute.kernel
+    def gradients(self, dev: Device, sums: Int64, dk: Int64, dv: Int64):
+        t, band = self.tile, self.band(dev)
+        tiles, stats = self.shared_tiles()
+        sK, sV, sQ, sdO, _, _ = tiles
+        tidx = cute.arch.thread_idx()[0]
+        warp = self.where(tidx)
+        _, seqlen_q, heads, _ = dev.q.shape
+        seqlens = Seqlens(seqlen_q, dev.k.shape[1])
+        kv_heads = dev.k.shape[2]
+        n_block, kv_head, batch = self.key_work(dev, cute.arch.block_idx()[0])
+        segments = band.q_tiles(n_block, t, seqlens, DeviceArith)
+        group, count = heads // kv_heads, segments.end - segments.begin
+        head = kv_head * group
+        q, do = self.copier(dev.q, head, batch, sQ, tidx), self.copier(dev.do, head, batch, sdO, tidx)
+        self.copier(dev.k, kv_head, batch, sK, tidx).copy(n_block, 0, ragged=True)
+        self.copier(dev.v, kv_head, batch, sV, tidx).copy(n_block, 0, ragged=True)
+        steps = Int64(dev.q.stride[2]) * 2, Int64(dev.do.stride[2]) * 2
+        total = group * count
+        if total > 0:
+            self.copy_queries(q, do, steps, segments.begin, Int32(0), Int32(0))
+            self.copy_statistics(dev, stats, batch * heads + head, segments.begin, Int32(0), tidx)
+        cute.arch.cp_async_commit_group()
+        mask_of = lambda row, column: ColumnMask(band, t.at_once, seqlens, n_block * t.tile_n + row, column)
+        hooks = one_pass(t, self.dtype, (self.headdim, self.headdim_v), tiles, warp, mask_of)
+        own = stats + (t.queries * warp.member + 2 * (warp.lane % 4)) * 8
+        rows, columns = t.dq_part(self.headdim)
+        first_sum = sums + (warp.index * (rows * columns * 4) + warp.lane * (16 if t.vector else 4))
+        slot, before = Int32(0), Int64(0)
+        for i in cutlass.range(total, unroll=1):
+            landed(0)
+            if i + 1 < total:
+                other = (i + 1) // count
+                following = segments.begin + i + 1 - other * count
+                self.copy_queries(q, do, steps, following, other, slot ^ 1)
+                self.copy_statistics(dev, stats, batch * heads + head + other, following, slot ^ 1, tidx)
+            cute.arch.cp_async_commit_group()
+            member = i // count
+            m = segments.begin + i - member * count
+            head_row = batch * heads + head + member
+            edge = (m < segments.full_begin) | (m >= segments.full_end)
+            padded = Int64(head_row) * (cute.ceil_div(seqlen_q, PAD) * PAD) + m * t.tile_m
+            target = first_sum + padded * (4 * self.headdim)
+            stage = slot if const_expr(t.late) else Int32(0)
+            hooks.step(own + slot * (8 * t.tile_m), dev.scale * LOG2_E, edge, m, slot, stage, before, i > 0)
+            if const_expr(not t.late):
+                hooks.query(target, 0)
+            before = target
+            slot = slot ^ 1
+        landed(0)  # K and V too, where no query sees these keys
+        if const_expr(t.late):
+            if total > 0:
+                hooks.query(before, slot ^ 1)
+        cute.arch.sync_threads()
+        for part in hooks.dK:
+            scale(part, dev.scale)
+        k, v = operand_again(dev.k), operand_again(dev.v)
+        warp = self.where(thread_again())
+        n_block, kv_head, batch = self.key_work(dev._replace(k=k), again(cute.arch.block_idx()[0]))
+        _, seqlen_k, kv_heads, _ = k.shape
+        for parts, tile, address, x in ((hooks.dK, sK, dk, k), (hooks.dV, sV, dv, v)):
+            part = tile.width // t.split
+            place = Swizzled(tile.base + warp.index * (t.keys * part * 2), t.keys, part)
+            outlet = Outlet(place, warp.lane, self.dtype)
+            for i, acc in enumerate(parts):
+                outlet.stage(acc, 16 * i)
+            row_bytes = Int64(kv_heads) * x.shape[3] * 2
+            first, column = n_block * t.tile_n + warp.team * t.keys, warp.member * part
+            origin = address + (Int64(batch) * seqlen_k + first) * row_bytes
+            origin = origin + (Int64(kv_head) * (2 * x.shape[3]) + 2 * column)
+            outlet.store(0, t.keys, origin, row_bytes, seqlen_k - first, x.shape[3] - column)
+
+    @cute.kernel
+    def finish(self, mQ: cute.Tensor, sums: Int64, dq: Int64, factor: Float32):
+        """dQ from its sums: of 64 rows and 8 columns, 16 sums to a thread, of two rows and the lanes that share them."""
+        t = self.tile
+        _, seqlen_q, heads, d = mQ.shape
+        blocks = cute.ceil_div(seqlen_q, PAD)
+        head_row = cute.arch.block_idx()[0] // blocks
+        block, batch = cute.arch.block_idx()[0] - head_row * blocks, head_row // heads
+        head, tidx = head_row - batch * heads, cute.arch.thread_idx()[0]
+        rows, columns = t.dq_part(self.headdim)
+        across, chunks = self.headdim // columns, self.headdim // 8
+        mine = sums + (Int64(head_row) * blocks + block) * (4 * PAD * self.headdim)
+        for i in cutlass.range_constexpr(PAD * chunks // (2 * PREPARE_THREADS)):
+            unit = i * PREPARE_THREADS + tidx
+            pair, column = unit // chunks, unit % chunks * 8
+            row = pair // 8 * 16 + pair % 8
+            tile, inner = row // t.tile_m, row % t.tile_m
+            warp = inner // rows * across + column // columns
+            atom = inner % rows // 16 * (columns // 8) + column % columns // 8
+            place = tile * (t.tile_m * self.headdim) + warp * (rows * columns) + atom * 128
+            place = place + pair % 8 * (16 if t.vector else 4)
+            values = cute.make_rmem_tensor(16, Float32)
+            halves = cute.make_rmem_tensor(16, self.dtype)
+            for x in cutlass.range_constexpr(4):
+                at_x = mine + (place + x * (4 if t.vector else 32)) * 4
+                four = cute.make_tensor(at(Float32, at_x, 16), cute.make_layout(4)).load() * factor
+                for y in cutlass.range_constexpr(4):
+                    lane, e = (x, y) if t.vector else (y, x)
+                    values[e // 2 * 8 + lane * 2 + e % 2] = four[y]
+            to_half(values, halves)
+            for r in cutlass.range_constexpr(2):
+                out = block * PAD + row + 8 * r
+                if out < seqlen_q and column < d:
+                    to = dq + (((Int64(batch) * seqlen_q + out) * heads + head) * d + column) * 2
+                    eight = cute.make_tensor(halves.iterator + 8 * r, cute.make_layout(8))
+                    cute.make_tensor(at(self.dtype, to, 16), cute.make_layout(8)).store(eight.load())
 
     def key_work(self, dev, linear):
         """(key tile, head, batch) of a thread block."""

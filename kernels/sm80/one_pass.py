@@ -1,0 +1,233 @@
+"""dQ, dK and dV in one kernel of five products, with dQ summed in float32 memory.
+
+A thread block keeps tile_n keys, tiles of tile_m queries stream by. `split` warps form a team that shares keys:
+
+    scores    S^T and dP^T of the team's keys, each warp for its part of the queries -> P^T, dS^T
+    own       dV += P^T dO, dK += dS^T Q: the team's keys, each warp its part of the columns; first over its own
+              queries, from registers
+    others    then over those of the rest of its team, by way of shared memory
+    query     dQ = dS K of a part of the tile, from the dS of every warp, added to memory
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from flashattn_hopper.spec.tile import ROW_PAD as PAD
+
+from ..common.convert import to_half
+from ..common.tensors import at
+from .epilogue import shared_words
+from .products import Products, differentiate, fragment, packed
+from .shared import CHUNK, Reader, Swizzled, columns_first, rows_first
+from .warp import accumulate, add_to_memory
+
+
+def shared_floats(address):
+    """Four floats at a shared address."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(4)).load()
+
+
+@dataclass(frozen=True)
+class Warp:
+    """Where a warp is."""
+
+    lane: Int32
+    index: Int32
+    team: Int32
+    member: Int32
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Words of an accumulator to rows of a tile, from the place of this lane on."""
+
+    tile: Swizzled
+    lane: Int32  # bytes to the word of this lane at (0, 0)
+
+    def put(self, words, start, row, column):
+        """`words` of 16 rows from `row`, columns from `column` on."""
+        t = self.tile
+        for i in range(cute.size(words) // 2):
+            unit, within = divmod(column + CHUNK * i, t.unit)
+            for r in range(2):
+                place = (start ^ (2 * within)) + ((row + 8 * r) * t.row_bytes + unit * t.unit_bytes)
+                shared_words(place, 1)[0] = words[2 * i + r]
+
+    def start(self, index):
+        return self.tile.stage(index) + self.lane
+
+
+def product(dtype, accs, a, b, depth, width):
+    """accs[i] += A_i B, 16 by `width`, over `depth`: a(i, k) and b(k, n) are their blocks of 16 by 16."""
+    for k in range(0, depth, 16):
+        left = [a(i, k) for i in range(len(accs))]
+        for n in range(0, width, 16):
+            right = b(k, n)
+            for half in range(2):
+                for acc, words in zip(accs, left):
+                    accumulate(dtype, acc, n // 8 + half, words, right[2 * half : 2 * half + 2])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How a warp reads a tile of Q or dO, `width` columns wide."""
+
+    rows: Reader  # its own queries, for scores
+    turned: tuple  # Readers of its part of the columns: over its own queries, then over those of each other member
+    width: int
+    part: int  # columns
+
+    def words(self, reader, slot):
+        """b(k, n) of `product`, with k in the queries that `reader` begins with."""
+        start = reader.start(slot)
+        return lambda k, n: reader.block(start, k, n)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """P^T or dS^T on the way to other warps."""
+
+    writer: Writer
+    others: tuple  # Readers: the team's keys, the queries of each other member
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """The parts of one warp. `step` is a tile."""
+
+    tile: Any
+    dtype: Any
+    warp: Warp
+    k: Reader
+    v: Reader
+    q: Operand
+    do: Operand
+    p: Any  # Exchange; None where a warp has its keys alone
+    ds: Exchange
+    ds_turned: Reader
+    k_turned: Reader
+    mask: Any
+    dK: tuple  # fragments, for every 16 keys
+    dV: tuple
+
+    def scores(self, stay, come, slot, first):
+        """stay come^T of `at_once` queries from `first` on: a fragment for every 16 keys."""
+        accs = [fragment(self.tile.at_once) for _ in self.dK]
+        mine, theirs = stay.start(0), come.rows.start(slot)
+        a = lambda i, k: stay.block(mine, 16 * i, k)
+        b = lambda k, n: come.rows.block(theirs, first + n, k)
+        product(self.dtype, accs, a, b, come.width, self.tile.at_once)
+        return accs
+
+    def step(self, stats, scale_log2, edge, m, slot, stage, before, follows):
+        """`stats`: shared address of (lse, delta) of this lane's first query; `before`: where dQ of the last tile goes, if one `follows`."""
+        t = self.tile
+        for first in range(0, t.queries, t.at_once):
+            S = self.scores(self.k, self.q, slot, first)
+            dP = self.scores(self.v, self.do, slot, first)
+            self.hide(S, first, m, edge)
+            for column in range(0, t.at_once, 8):
+                pair = shared_floats(stats + (first + column) * 8)
+                for s, dp in zip(S, dP):
+                    for j in range(4):
+                        differentiate(s, dp, column // 2 + j, scale_log2, pair[j % 2 * 2], pair[j % 2 * 2 + 1])
+            P, dS = [packed(s, self.dtype) for s in S], [packed(dp, self.dtype) for dp in dP]
+            for exchange, of, at_stage in ((self.p, P, 0), (self.ds, dS, stage)):
+                if exchange is not None:
+                    start = exchange.writer.start(at_stage)
+                    for i, words in enumerate(of):
+                        exchange.writer.put(words, start, 16 * i, first)
+            for grad, words, operand in ((self.dV, P, self.do), (self.dK, dS, self.q)):
+                a = lambda i, k, words=words: [words[i][k // 4 + j] for j in range(4)]
+                b = operand.words(operand.turned[0], slot)
+                rows = lambda k, n, b=b: b(first + k, n)
+                product(self.dtype, grad, a, rows, t.at_once, operand.part)
+        if t.late:
+            self.query_before(before, stage ^ 1, follows)
+        self.met()
+        for other in range(t.split - 1):
+            for grad, exchange, at_stage, operand in ((self.dV, self.p, 0, self.do), (self.dK, self.ds, stage, self.q)):
+                reader = exchange.others[other]
+                start = reader.start(at_stage)
+                a = lambda i, k, reader=reader, start=start: reader.block(start, 16 * i, k)
+                product(self.dtype, grad, a, operand.words(operand.turned[1 + other], slot), t.queries, operand.part)
+
+    @cute.jit
+    def hide(self, S, first, m, edge):
+        t = self.tile
+        if edge:
+            for mask, s in zip(self.mask[first // t.at_once], S):
+                mask.apply(s, m * (t.tile_m // t.at_once))
+
+    @cute.jit
+    def query_before(self, target, stage, follows):
+        if follows:
+            self.query(target, stage)
+
+    def met(self):
+        """The team's P and dS can be read; those of the whole block, where this tile's dQ follows."""
+        t = self.tile
+        if not t.late:
+            cute.arch.sync_threads()
+        elif t.split > 1:
+            cute.arch.barrier(barrier_id=1 + self.warp.team, number_of_threads=32 * t.split)
+
+    def query(self, target, stage):
+        """dQ of this warp's part of a tile, added from `target` on."""
+        t, width = self.tile, self.q.width
+        rows, columns = t.dq_part(width)
+        accs = [fragment(columns) for _ in range(rows // 16)]
+        scores, keys = self.ds_turned.start(stage), self.k_turned.start(0)
+        a = lambda i, k: self.ds_turned.block(scores, k, 16 * i)
+        b = lambda k, n: self.k_turned.block(keys, k, n)
+        product(self.dtype, accs, a, b, t.tile_n, columns)
+        for i, acc in enumerate(accs):
+            for j in range(columns // 8):
+                place = (i * (columns // 8) + j) * 512
+                add_to_memory(target + place, [acc[4 * j + e] for e in range(4)], t.vector)
+
+
+def one_pass(tile, dtype, widths, tiles, warp, mask_of):
+    """The parts of a warp. `tiles`: K, V, Q, dO, P (or None) and dS in shared memory."""
+    sK, sV, sQ, sdO, sP, sdS = tiles
+    lane, first = warp.lane, warp.team * tile.keys
+    members = [(warp.member + i) % tile.split * tile.queries for i in range(tile.split)] if tile.split > 1 else [0]
+
+    def operand(ring, width):
+        part = width // tile.split
+        column = warp.member * part if tile.split > 1 else 0
+        turned = [Reader(ring, rows_first(ring, lane, rows, column), transpose=True) for rows in members]
+        return Operand(Reader(ring, columns_first(ring, lane, members[0])), tuple(turned), width, part)
+
+    def exchange(scores):
+        own = scores.place(first + lane // 4, members[0]) + 4 * (lane % 4)
+        others = [Reader(scores, rows_first(scores, lane, first, columns)) for columns in members[1:]]
+        return Exchange(Writer(scores, own), tuple(others))
+
+    rows, columns = tile.dq_part(widths[0])
+    across = widths[0] // columns
+    part, column = warp.index // across * rows, warp.index % across * columns
+    atoms = range(tile.keys // 16)
+    return OnePass(
+        tile,
+        dtype,
+        warp,
+        Reader(sK, rows_first(sK, lane, first)),
+        Reader(sV, rows_first(sV, lane, first)),
+        operand(sQ, widths[0]),
+        operand(sdO, widths[1]),
+        exchange(sP) if tile.split > 1 else None,
+        exchange(sdS),
+        Reader(sdS, columns_first(sdS, lane, 0, part), transpose=True),
+        Reader(sK, rows_first(sK, lane, 0, column), transpose=True),
+        [
+            [mask_of(first + 16 * i + lane // 4, members[0] + begin + 2 * (lane % 4)) for i in atoms]
+            for begin in range(0, tile.queries, tile.at_once)
+        ],
+        tuple(fragment(widths[0] // tile.split) for _ in atoms),
+        tuple(fragment(widths[1] // tile.split) for _ in atoms),
+    )
