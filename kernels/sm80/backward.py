@@ -350,11 +350,10 @@ class Backward:
             self.copy_statistics(dev, stats, batch * heads + head, segments.begin, Int32(0), tidx)
         cute.arch.cp_async_commit_group()
         mask_of = lambda row, column: ColumnMask(band, t.at_once, seqlens, n_block * t.tile_n + row, column)
-        hooks = one_pass(t, self.dtype, (self.headdim, self.headdim_v), tiles, warp, mask_of)
+        sums_of = lambda row: sums + Int64(row) * (4 * self.headdim)
+        hooks = one_pass(t, self.dtype, (self.headdim, self.headdim_v), tiles, warp, mask_of, sums_of)
         own = stats + (t.queries * warp.member + 2 * (warp.lane % 4)) * 8
-        rows, columns = t.dq_part(self.headdim)
-        first_sum = sums + (warp.index * (rows * columns * 4) + warp.lane * (16 if t.vector else 4))
-        slot, before = Int32(0), Int64(0)
+        slot, before = Int32(0), Int32(0)
         for i in cutlass.range(total, unroll=1):
             landed(0)
             if i + 1 < total:
@@ -367,18 +366,17 @@ class Backward:
             m = segments.begin + i - member * count
             head_row = batch * heads + head + member
             edge = (m < segments.full_begin) | (m >= segments.full_end)
-            padded = Int64(head_row) * (cute.ceil_div(seqlen_q, PAD) * PAD) + m * t.tile_m
-            target = first_sum + padded * (4 * self.headdim)
+            place = head_row * (cute.ceil_div(seqlen_q, PAD) * PAD) + m * t.tile_m
             stage = slot if const_expr(t.late) else Int32(0)
             hooks.step(own + slot * (8 * t.tile_m), dev.scale * LOG2_E, edge, m, slot, stage, before, i > 0)
             if const_expr(not t.late):
-                hooks.query(target, 0)
-            before = target
+                hooks.query(sums_of(place), 0)
+            before = place
             slot = slot ^ 1
         landed(0)  # K and V too, where no query sees these keys
         if const_expr(t.late):
             if total > 0:
-                hooks.query(before, slot ^ 1)
+                hooks.query(sums_of(before), slot ^ 1)
         cute.arch.sync_threads()
         for part in hooks.dK:
             scale(part, dev.scale)

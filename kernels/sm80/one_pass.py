@@ -19,6 +19,7 @@ from flashattn_hopper.spec.tile import ROW_PAD as PAD
 
 from ..common.convert import to_half
 from ..common.tensors import at
+from ..common.work import thread_again
 from .epilogue import shared_words
 from .products import Products, differentiate, fragment, packed
 from .shared import CHUNK, Reader, Swizzled, columns_first, rows_first
@@ -47,6 +48,7 @@ class Writer:
 
     tile: Swizzled
     lane: Int32  # bytes to the word of this lane at (0, 0)
+    warp: Int32  # bytes to where the warp begins
 
     def put(self, words, start, row, column):
         """`words` of 16 rows from `row`, columns from `column` on."""
@@ -54,11 +56,11 @@ class Writer:
         for i in range(cute.size(words) // 2):
             unit, within = divmod(column + CHUNK * i, t.unit)
             for r in range(2):
-                place = (start ^ (2 * within)) + ((row + 8 * r) * t.row_bytes + unit * t.unit_bytes)
+                place = (self.lane ^ (2 * within)) + (start + ((row + 8 * r) * t.row_bytes + unit * t.unit_bytes))
                 shared_words(place, 1)[0] = words[2 * i + r]
 
     def start(self, index):
-        return self.tile.stage(index) + self.lane
+        return self.tile.stage(index) + self.warp
 
 
 def product(dtype, accs, a, b, depth, width):
@@ -102,6 +104,7 @@ class OnePass:
     tile: Any
     dtype: Any
     warp: Warp
+    sums_of: Any  # padded row of all heads -> address of the sums of the tile that begins there
     k: Reader
     v: Reader
     q: Operand
@@ -110,7 +113,7 @@ class OnePass:
     ds: Exchange
     ds_turned: Reader
     k_turned: Reader
-    mask: Any
+    mask_of: Any  # (key, query) of a lane in their tiles -> ColumnMask of `at_once` queries
     dK: tuple  # fragments, for every 16 keys
     dV: tuple
 
@@ -124,7 +127,7 @@ class OnePass:
         return accs
 
     def step(self, stats, scale_log2, edge, m, slot, stage, before, follows):
-        """`stats`: shared address of (lse, delta) of this lane's first query; `before`: where dQ of the last tile goes, if one `follows`."""
+        """`stats`: shared address of (lse, delta) of this lane's first query; `before`: padded row of the tile whose dQ `follows`."""
         t = self.tile
         for first in range(0, t.queries, t.at_once):
             S = self.scores(self.k, self.q, slot, first)
@@ -158,15 +161,19 @@ class OnePass:
 
     @cute.jit
     def hide(self, S, first, m, edge):
-        t = self.tile
         if edge:
-            for mask, s in zip(self.mask[first // t.at_once], S):
-                mask.apply(s, m * (t.tile_m // t.at_once))
+            self.mask(S, first, m)
+
+    def mask(self, S, first, m):
+        t, lane = self.tile, thread_again() % 32
+        for i, s in enumerate(S):
+            row, column = self.warp.team * t.keys + 16 * i + lane // 4, self.warp.member * t.queries + first
+            self.mask_of(row, column + 2 * (lane % 4)).apply(s, m * (t.tile_m // t.at_once))
 
     @cute.jit
-    def query_before(self, target, stage, follows):
+    def query_before(self, place, stage, follows):
         if follows:
-            self.query(target, stage)
+            self.query(self.sums_of(place), stage)
 
     def met(self):
         """The team's P and dS can be read; those of the whole block, where this tile's dQ follows."""
@@ -177,9 +184,10 @@ class OnePass:
             cute.arch.barrier(barrier_id=1 + self.warp.team, number_of_threads=32 * t.split)
 
     def query(self, target, stage):
-        """dQ of this warp's part of a tile, added from `target` on."""
+        """dQ of this warp's part of a tile, added to the sums of the tile at `target`."""
         t, width = self.tile, self.q.width
         rows, columns = t.dq_part(width)
+        target = target + (self.warp.index * (rows * columns * 4) + thread_again() % 32 * (16 if t.vector else 4))
         accs = [fragment(columns) for _ in range(rows // 16)]
         scores, keys = self.ds_turned.start(stage), self.k_turned.start(0)
         a = lambda i, k: self.ds_turned.block(scores, k, 16 * i)
@@ -191,22 +199,33 @@ class OnePass:
                 add_to_memory(target + place, [acc[4 * j + e] for e in range(4)], t.vector)
 
 
-def one_pass(tile, dtype, widths, tiles, warp, mask_of):
+def split_column(tile, column):
+    """(bytes to the unit, column within it)"""
+    return column // tile.unit * tile.unit_bytes, column % tile.unit
+
+
+def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
     """The parts of a warp. `tiles`: K, V, Q, dO, P (or None) and dS in shared memory."""
     sK, sV, sQ, sdO, sP, sdS = tiles
     lane, first = warp.lane, warp.team * tile.keys
     members = [(warp.member + i) % tile.split * tile.queries for i in range(tile.split)] if tile.split > 1 else [0]
 
+    def reader(lanes, of, row=0, column=0, transpose=False):
+        """Of a warp that begins at (row, column): what is the same in a warp is kept apart from the lane."""
+        outer, inner = split_column(of, column)
+        return Reader(of, lanes(of, lane, 0, inner), transpose, row * of.row_bytes + outer)
+
     def operand(ring, width):
         part = width // tile.split
         column = warp.member * part if tile.split > 1 else 0
-        turned = [Reader(ring, rows_first(ring, lane, rows, column), transpose=True) for rows in members]
-        return Operand(Reader(ring, columns_first(ring, lane, members[0])), tuple(turned), width, part)
+        turned = [reader(rows_first, ring, rows, column, transpose=True) for rows in members]
+        return Operand(reader(columns_first, ring, members[0]), tuple(turned), width, part)
 
     def exchange(scores):
-        own = scores.place(first + lane // 4, members[0]) + 4 * (lane % 4)
-        others = [Reader(scores, rows_first(scores, lane, first, columns)) for columns in members[1:]]
-        return Exchange(Writer(scores, own), tuple(others))
+        outer, inner = split_column(scores, members[0])
+        own = scores.place(lane // 4, inner) + 4 * (lane % 4)
+        others = [reader(rows_first, scores, first, columns) for columns in members[1:]]
+        return Exchange(Writer(scores, own, first * scores.row_bytes + outer), tuple(others))
 
     rows, columns = tile.dq_part(widths[0])
     across = widths[0] // columns
@@ -216,18 +235,16 @@ def one_pass(tile, dtype, widths, tiles, warp, mask_of):
         tile,
         dtype,
         warp,
-        Reader(sK, rows_first(sK, lane, first)),
-        Reader(sV, rows_first(sV, lane, first)),
+        sums_of,
+        reader(rows_first, sK, first),
+        reader(rows_first, sV, first),
         operand(sQ, widths[0]),
         operand(sdO, widths[1]),
         exchange(sP) if tile.split > 1 else None,
         exchange(sdS),
-        Reader(sdS, columns_first(sdS, lane, 0, part), transpose=True),
-        Reader(sK, rows_first(sK, lane, 0, column), transpose=True),
-        [
-            [mask_of(first + 16 * i + lane // 4, members[0] + begin + 2 * (lane % 4)) for i in atoms]
-            for begin in range(0, tile.queries, tile.at_once)
-        ],
+        reader(columns_first, sdS, 0, part, transpose=True),
+        reader(rows_first, sK, 0, column, transpose=True),
+        mask_of,
         tuple(fragment(widths[0] // tile.split) for _ in atoms),
         tuple(fragment(widths[1] // tile.split) for _ in atoms),
     )
