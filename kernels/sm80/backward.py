@@ -319,12 +319,14 @@ class Backward:
         return Warp(tidx % 32, index, index // self.tile.split, index % self.tile.split)
 
     @cute.jit
-    def copy_statistics(self, dev, target, head_row, m, stage, tidx):
-        """(lse, delta) of a tile of queries into a stage, two rows a thread."""
-        t = self.tile
+    def copy_tile(self, dev, rings, batch, head, m, stage):
+        """Q, dO, lse and delta of a tile of queries. Why the thread is read anew: what derives from it would be kept."""
+        t, tidx, heads = self.tile, thread_again(), dev.q.shape[2]
+        for tensor, ring in zip((dev.q, dev.do), rings):
+            self.copier(tensor, head, batch, ring, tidx).copy(m, stage, ragged=True)
         if tidx < t.tile_m // 2:
-            row = Int64(head_row) * (cute.ceil_div(dev.q.shape[1], PAD) * PAD) + m * t.tile_m
-            copy_chunk(target + stage * (8 * t.tile_m) + tidx * 16, dev.stats + row * 8 + tidx * 16, 16)
+            row = Int64(batch * heads + head) * (cute.ceil_div(dev.q.shape[1], PAD) * PAD) + m * t.tile_m
+            copy_chunk(rings[2] + stage * (8 * t.tile_m) + tidx * 16, dev.stats + row * 8 + tidx * 16, 16)
 
     @cute.kernel
     def gradients(self, dev: Device, sums: Int64, dk: Int64, dv: Int64):
@@ -340,14 +342,11 @@ class Backward:
         segments = band.q_tiles(n_block, t, seqlens, DeviceArith)
         group, count = heads // kv_heads, segments.end - segments.begin
         head = kv_head * group
-        q, do = self.copier(dev.q, head, batch, sQ, tidx), self.copier(dev.do, head, batch, sdO, tidx)
         self.copier(dev.k, kv_head, batch, sK, tidx).copy(n_block, 0, ragged=True)
         self.copier(dev.v, kv_head, batch, sV, tidx).copy(n_block, 0, ragged=True)
-        steps = Int64(dev.q.stride[2]) * 2, Int64(dev.do.stride[2]) * 2
         total = group * count
         if total > 0:
-            self.copy_queries(q, do, steps, segments.begin, Int32(0), Int32(0))
-            self.copy_statistics(dev, stats, batch * heads + head, segments.begin, Int32(0), tidx)
+            self.copy_tile(dev, (sQ, sdO, stats), batch, head, segments.begin, Int32(0))
         cute.arch.cp_async_commit_group()
         mask_of = lambda row, column: ColumnMask(band, t.at_once, seqlens, n_block * t.tile_n + row, column)
         sums_of = lambda row: sums + Int64(row) * (4 * self.headdim)
@@ -359,8 +358,7 @@ class Backward:
             if i + 1 < total:
                 other = (i + 1) // count
                 following = segments.begin + i + 1 - other * count
-                self.copy_queries(q, do, steps, following, other, slot ^ 1)
-                self.copy_statistics(dev, stats, batch * heads + head + other, following, slot ^ 1, tidx)
+                self.copy_tile(dev, (sQ, sdO, stats), batch, head + other, following, slot ^ 1)
             cute.arch.cp_async_commit_group()
             member = i // count
             m = segments.begin + i - member * count

@@ -12,8 +12,9 @@ A thread block keeps tile_n keys, tiles of tile_m queries stream by. `split` war
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from flashattn_hopper.spec.tile import ROW_PAD as PAD
 
@@ -50,17 +51,21 @@ class Writer:
     lane: Int32  # bytes to the word of this lane at (0, 0)
     warp: Int32  # bytes to where the warp begins
 
-    def put(self, words, start, row, column):
-        """`words` of 16 rows from `row`, columns from `column` on."""
+    def put(self, words, index, row, column):
+        """`words` of 16 rows from `row`, columns from `column` on, into a stage."""
         t = self.tile
+        outer, inner = split_column(t, column)
+        lane, start = self.lane ^ (2 * inner), t.stage(index) + (self.warp + outer)
         for i in range(cute.size(words) // 2):
-            unit, within = divmod(column + CHUNK * i, t.unit)
+            unit, within = divmod(CHUNK * i, t.unit)
             for r in range(2):
-                place = (self.lane ^ (2 * within)) + (start + ((row + 8 * r) * t.row_bytes + unit * t.unit_bytes))
+                place = (lane ^ (2 * within)) + (start + ((row + 8 * r) * t.row_bytes + unit * t.unit_bytes))
                 shared_words(place, 1)[0] = words[2 * i + r]
 
-    def start(self, index):
-        return self.tile.stage(index) + self.warp
+
+def split_column(tile, column):
+    """(bytes to the unit, column within it)"""
+    return column // tile.unit * tile.unit_bytes, column % tile.unit
 
 
 def product(dtype, accs, a, b, depth, width):
@@ -83,9 +88,9 @@ class Operand:
     width: int
     part: int  # columns
 
-    def words(self, reader, slot):
-        """b(k, n) of `product`, with k in the queries that `reader` begins with."""
-        start = reader.start(slot)
+    def words(self, reader, slot, first=0):
+        """b(k, n) of `product`, with k in the queries from `first` on of those that `reader` begins with."""
+        start = reader.start(slot) + first * reader.tile.row_bytes
         return lambda k, n: reader.block(start, k, n)
 
 
@@ -120,38 +125,52 @@ class OnePass:
     def scores(self, stay, come, slot, first):
         """stay come^T of `at_once` queries from `first` on: a fragment for every 16 keys."""
         accs = [fragment(self.tile.at_once) for _ in self.dK]
-        mine, theirs = stay.start(0), come.rows.start(slot)
+        mine, theirs = stay.start(0), come.rows.start(slot) + first * come.rows.tile.row_bytes
         a = lambda i, k: stay.block(mine, 16 * i, k)
-        b = lambda k, n: come.rows.block(theirs, first + n, k)
+        b = lambda k, n: come.rows.block(theirs, n, k)
         product(self.dtype, accs, a, b, come.width, self.tile.at_once)
         return accs
 
+    @cute.jit
     def step(self, stats, scale_log2, edge, m, slot, stage, before, follows):
-        """`stats`: shared address of (lse, delta) of this lane's first query; `before`: padded row of the tile whose dQ `follows`."""
+        """`stats`: shared address of (lse, delta) of this lane's first query; `before`: padded row of the tile whose dQ
+        `follows`."""
         t = self.tile
-        for first in range(0, t.queries, t.at_once):
-            S = self.scores(self.k, self.q, slot, first)
-            dP = self.scores(self.v, self.do, slot, first)
-            self.hide(S, first, m, edge)
-            for column in range(0, t.at_once, 8):
-                pair = shared_floats(stats + (first + column) * 8)
-                for s, dp in zip(S, dP):
-                    for j in range(4):
-                        differentiate(s, dp, column // 2 + j, scale_log2, pair[j % 2 * 2], pair[j % 2 * 2 + 1])
-            P, dS = [packed(s, self.dtype) for s in S], [packed(dp, self.dtype) for dp in dP]
-            for exchange, of, at_stage in ((self.p, P, 0), (self.ds, dS, stage)):
-                if exchange is not None:
-                    start = exchange.writer.start(at_stage)
-                    for i, words in enumerate(of):
-                        exchange.writer.put(words, start, 16 * i, first)
-            for grad, words, operand in ((self.dV, P, self.do), (self.dK, dS, self.q)):
-                a = lambda i, k, words=words: [words[i][k // 4 + j] for j in range(4)]
-                b = operand.words(operand.turned[0], slot)
-                rows = lambda k, n, b=b: b(first + k, n)
-                product(self.dtype, grad, a, rows, t.at_once, operand.part)
-        if t.late:
-            self.query_before(before, stage ^ 1, follows)
+        if const_expr(t.at_once == t.queries):
+            self.some(stats, scale_log2, edge, m, slot, stage, 0)
+        else:
+            # Why a loop: unrolled, the products of one turn are mixed with those of the next and take its registers.
+            for turn in cutlass.range(t.queries // t.at_once, unroll=1):
+                self.some(stats, scale_log2, edge, m, slot, stage, turn * t.at_once)
+        if const_expr(t.late):
+            if follows:
+                self.query(self.sums_of(before), stage ^ 1)
         self.met()
+        self.others(slot, stage)
+
+    def some(self, stats, scale_log2, edge, m, slot, stage, first):
+        """Scores of `at_once` of this warp's queries, and what they add to the columns that are its own."""
+        t = self.tile
+        S = self.scores(self.k, self.q, slot, first)
+        dP = self.scores(self.v, self.do, slot, first)
+        self.hide(S, first, m, edge)
+        for column in range(0, t.at_once, 8):
+            pair = shared_floats(stats + (first + column) * 8)
+            for s, dp in zip(S, dP):
+                for j in range(4):
+                    differentiate(s, dp, column // 2 + j, scale_log2, pair[j % 2 * 2], pair[j % 2 * 2 + 1])
+        P, dS = [packed(s, self.dtype) for s in S], [packed(dp, self.dtype) for dp in dP]
+        for exchange, of, at_stage in ((self.p, P, 0), (self.ds, dS, stage)):
+            if exchange is not None:
+                for i, words in enumerate(of):
+                    exchange.writer.put(words, at_stage, 16 * i, first)
+        for grad, words, operand in ((self.dV, P, self.do), (self.dK, dS, self.q)):
+            a = lambda i, k, words=words: [words[i][k // 4 + j] for j in range(4)]
+            product(self.dtype, grad, a, operand.words(operand.turned[0], slot, first), t.at_once, operand.part)
+
+    def others(self, slot, stage):
+        """The same products over the queries of the rest of the team."""
+        t = self.tile
         for other in range(t.split - 1):
             for grad, exchange, at_stage, operand in ((self.dV, self.p, 0, self.do), (self.dK, self.ds, stage, self.q)):
                 reader = exchange.others[other]
@@ -169,11 +188,6 @@ class OnePass:
         for i, s in enumerate(S):
             row, column = self.warp.team * t.keys + 16 * i + lane // 4, self.warp.member * t.queries + first
             self.mask_of(row, column + 2 * (lane % 4)).apply(s, m * (t.tile_m // t.at_once))
-
-    @cute.jit
-    def query_before(self, place, stage, follows):
-        if follows:
-            self.query(self.sums_of(place), stage)
 
     def met(self):
         """The team's P and dS can be read; those of the whole block, where this tile's dQ follows."""
@@ -197,11 +211,6 @@ class OnePass:
             for j in range(columns // 8):
                 place = (i * (columns // 8) + j) * 512
                 add_to_memory(target + place, [acc[4 * j + e] for e in range(4)], t.vector)
-
-
-def split_column(tile, column):
-    """(bytes to the unit, column within it)"""
-    return column // tile.unit * tile.unit_bytes, column % tile.unit
 
 
 def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
