@@ -3,7 +3,9 @@
 As in test_sm80_fragments.py device code runs on arrays of one value for each lane; copies happen at once.
 """
 
+import collections
 import math
+import threading
 import types
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from flashattn_hopper.spec.mask import Band, PythonArith, Seqlens
 from flashattn_hopper.spec.problem import Traits
-from flashattn_hopper.spec.tile import Sm80BwdTile, Sm80FwdTile
+from flashattn_hopper.spec.tile import Sm80BwdTile, Sm80FwdTile, Sm80SumTile
 
 from . import cases
 from .test_sm80_fragments import BASE, LANES, Fragment, device_code, filled, matrix, memory  # noqa: F401
@@ -19,13 +21,13 @@ from .test_sm80_fragments import BASE, LANES, Fragment, device_code, filled, mat
 pytestmark = pytest.mark.own_process  # device functions run on numpy: no compiler may have rewritten them before
 
 # Modules of kernels/common and kernels/sm80, imported when a test runs: see cases.device_code.
-mask = softmax = walk = work = backward = forward = mainloop = products = shared = None
+mask = softmax = walk = work = backward = forward = mainloop = one_pass = products = shared = None
 
 
 @pytest.fixture(scope="module", autouse=True)
 def more_device_code():
     common = [f"common.{name}" for name in ("mask", "softmax", "walk", "work")]
-    names = [*common, *(f"sm80.{name}" for name in ("backward", "forward", "mainloop", "products", "shared"))]
+    names = [*common, *(f"sm80.{name}" for name in ("backward", "forward", "mainloop", "one_pass", "products", "shared"))]
     globals().update(zip((name.split(".")[1] for name in names), cases.device_code(*names)))
 
 
@@ -64,7 +66,7 @@ def device(monkeypatch, memory):  # noqa: F811
         range_constexpr=range,
     )
     pairs = lambda s, dtype=None: [np.stack(s[2 * i : 2 * i + 2], -1) for i in range(len(s) // 2)]
-    for module in (mask, softmax, walk, mainloop, products, forward, backward):
+    for module in (mask, softmax, walk, mainloop, one_pass, products, forward, backward):
         for name, value in {
             "cute": cute,
             "cutlass": cutlass,
@@ -75,7 +77,7 @@ def device(monkeypatch, memory):  # noqa: F811
             monkeypatch.setattr(module, name, value, raising=False)
     monkeypatch.setattr(forward, "DeviceArith", PythonArith)
     monkeypatch.setattr(mainloop.InOrder, "packed", lambda self, s: pairs(s))
-    for module in (products, backward):
+    for module in (products, one_pass):
         monkeypatch.setattr(module, "packed", pairs)
     plain = [
         (softmax.Softmax, "update", "settle", "finish"),
@@ -84,6 +86,7 @@ def device(monkeypatch, memory):  # noqa: F811
         (forward.Forward, "attempt"),
         (backward.Queries, "begin"),
         (backward.Backward, "key_tile"),
+        (one_pass.OnePass, "step", "hide"),
     ]
     for owner, *names in plain:
         for name in names:
@@ -275,13 +278,9 @@ def gradient_kernels(device, monkeypatch):
     return run
 
 
-@each_mask
-@each_length
-@pytest.mark.parametrize("tile", [Sm80BwdTile(32, 64), Sm80BwdTile(64)], ids=str)
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_the_backward(gradient_kernels, monkeypatch, tile, band, seqlens):
-    """Three query heads share one head of K and V."""
-    seqlens, headdim, scale, group = Seqlens(*seqlens), 64, 0.11, 3
+def grouped(seqlens, headdim, band, scale, group):
+    """Operands of `group` query heads of one head of K and V, their (P, out, lse), deltas, and gradients by name and
+    head."""
     _, k, v, _ = made(seqlens, headdim)
     rng = np.random.default_rng(1)
     q, do = (rng.normal(size=(group, seqlens.q, headdim)) for _ in range(2))
@@ -293,6 +292,17 @@ def test_the_backward(gradient_kernels, monkeypatch, tile, band, seqlens):
         "dv": {0: sum(P.T @ d for (P, _, _), d in zip(heads, do))},
         "dq": {head: s @ k for head, s in enumerate(dS)},
     }
+    return q, k, v, do, heads, deltas, expected
+
+
+@each_mask
+@each_length
+@pytest.mark.parametrize("tile", [Sm80BwdTile(32, 64), Sm80BwdTile(64)], ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_the_backward(gradient_kernels, monkeypatch, tile, band, seqlens):
+    """Three query heads share one head of K and V."""
+    seqlens, headdim, scale, group = Seqlens(*seqlens), 64, 0.11, 3
+    q, k, v, do, heads, deltas, expected = grouped(seqlens, headdim, band, scale, group)
     monkeypatch.setattr(backward, "statistics", Stats([(lse, delta) for (_, _, lse), delta in zip(heads, deltas)]))
     kernel = backward.Backward(Traits("bwd", "bf16", headdim, headdim), tile)
     kernel.band = lambda dev: band
@@ -306,3 +316,195 @@ def test_the_backward(gradient_kernels, monkeypatch, tile, band, seqlens):
         np.testing.assert_allclose(rows[: len(exact)], exact, atol=1e-11, err_msg=f"{name}, head {head}, row {begin}")
         seen[name][head, begin : begin + 16] += 1
     assert all((count == 1).all() for count in seen.values()), "rows that nobody stores, or two warps"
+
+
+class Block:
+    """The warps of a thread block as threads: barriers, sums in memory, and what is stored."""
+
+    def __init__(self, memory, tile):  # noqa: F811
+        self.memory, self.tile, self.lock = memory, tile, threading.Lock()
+        self.sums, self.stored, self.own = collections.defaultdict(float), {}, threading.local()
+        whole, teams = threading.Barrier(tile.num_warps), range(1, 1 + tile.num_warps // tile.split)
+        self.barriers = {0: whole} | {team: threading.Barrier(tile.split) for team in teams}
+
+    def barrier(self, barrier_id=0, number_of_threads=None):
+        meeting = self.barriers[barrier_id]
+        assert number_of_threads in (None, 32 * meeting.parties)
+        meeting.wait(20)
+
+    def word(self, address, count):
+        """A word of two numbers for every lane."""
+        assert count == 1 and not (address % 4).any()
+        banks = address // 4 % 32
+        assert len(set(banks)) == 32, "a bank conflict"
+
+        def put(_, i, word):
+            for j in range(2):
+                self.memory.halves[address // 2 + j] = word[:, j]
+
+        return type("Word", (), {"__setitem__": put})()
+
+    def floats(self, address):
+        return [self.memory.halves[(address + 4 * j) // 2] for j in range(4)]
+
+    def add(self, target, values, vector):
+        with self.lock:
+            for e, value in enumerate(values):
+                for address, x in zip(target + (4 if vector else 128) * e, value):
+                    self.sums[address // 4] += x
+
+    def run(self, body):
+        """body() for each warp, all at once; `own.index` is its number."""
+
+        def warp(index):
+            self.own.index = index
+            try:
+                body()
+            except BaseException as error:
+                failed.append(error)
+                for meeting in self.barriers.values():
+                    meeting.abort()
+
+        failed = []
+        threads = [threading.Thread(target=warp, args=(i,)) for i in range(self.tile.num_warps)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in failed:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        assert not failed, "warps wait for each other"
+
+
+ONE_PASS = [
+    ((64, 64), Sm80SumTile(64, 128, num_warps=4, step=32, vector=True)),
+    ((64, 64), Sm80SumTile(128, 128, split=2)),
+    ((128, 128), Sm80SumTile(64, 128, split=2, vector=True)),
+    ((128, 128), Sm80SumTile(64, 128, split=2, late=False)),
+    ((128, 128), Sm80SumTile(64, 128)),
+    ((256, 256), Sm80SumTile(64, 64, split=4)),
+]
+
+
+@pytest.mark.parametrize("band", [BANDS["causal"], BANDS["window"]], ids=["causal", "window"])
+@pytest.mark.parametrize("seqlens", [(1, 1), (150, 170)], ids=str)
+@pytest.mark.parametrize("dims, tile", ONE_PASS, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_the_backward_in_one_pass(gradient_kernels, device, monkeypatch, dims, tile, band, seqlens):
+    """Three query heads share one head of K and V."""
+    seqlens, headdim, scale, group = Seqlens(*seqlens), dims[0], 0.11, 3
+    q, k, v, do, heads, deltas, expected = grouped(seqlens, headdim, band, scale, group)
+    block = Block(device, tile)
+    arch = backward.cute.arch
+    arch.sync_threads, arch.barrier = block.barrier, block.barrier
+    monkeypatch.setattr(backward, "landed", lambda pending: block.barrier())
+    for module in (backward, one_pass):
+        monkeypatch.setattr(module, "thread_again", lambda: LANES)
+    monkeypatch.setattr(one_pass, "shared_words", block.word)
+    monkeypatch.setattr(one_pass, "shared_floats", block.floats)
+    monkeypatch.setattr(one_pass, "add_to_memory", block.add)
+    monkeypatch.setattr(one_pass.cutlass, "range", lambda n, unroll: range(n))
+    kernel = backward.Backward(Traits("bwd", "bf16", *dims), tile)
+    kernel.band = lambda dev: band
+    tiles, at = [], BASE
+    for rows, width, stages in (
+        *[(tile.tile_n, headdim, 1)] * 2,
+        *[(tile.tile_m, headdim, 2)] * 2,
+        (tile.tile_n, tile.tile_m, 1),
+        (tile.tile_n, tile.tile_m, 1 + tile.late),
+    ):
+        tiles.append(shared.Swizzled(at, rows, width))
+        at = tiles[-1].stage(stages)
+    if tile.split == 1:
+        tiles[4] = None
+    stats = Stats([(lse, delta) for (_, _, lse), delta in zip(heads, deltas)])
+    kernel.shared_tiles = lambda: (tiles, at)
+    kernel.copier = lambda tensor, head, batch, tile, tidx: Copies(device, tensor, head, tile)
+
+    def copy_tile(dev, rings, batch, head, m, stage):
+        for tensor, ring in zip((dev.q, dev.do), rings):
+            put(device, ring, stage, tensor.values[head], m)
+        rows = stats.rows[head][m * tile.tile_m : (m + 1) * tile.tile_m].flatten()
+        device.halves[(rings[2] + stage * 8 * tile.tile_m) // 2 + 2 * np.arange(len(rows))] = rows
+
+    kernel.copy_tile = copy_tile
+    kernel.where = lambda tidx: one_pass.Warp(LANES, block.own.index, *divmod(block.own.index, tile.split))
+    found = {name: np.full((seqlens.k, headdim), np.nan) for name in ("dk", "dv")}
+
+    class Outlet:
+        def __init__(self, place, lane, dtype):
+            self.width, self.rows = place.width, {}
+
+        def stage(self, acc, row):
+            self.rows[row] = matrix(acc, self.width)
+
+        def store(self, row, rows, address, row_bytes, limit, width):
+            base, offset = divmod(address, 1 << 30)
+            first, column = offset // row_bytes, offset % row_bytes // 2
+            assert (row, rows, row_bytes) == (0, 16 * len(self.rows), 2 * headdim)
+            assert (limit, width) == (seqlens.k - first, headdim - column)
+            values = np.concatenate([self.rows[i] for i in range(0, rows, 16)])
+            target = found[("dk", "dv")[base - 1]][first : first + rows, column : column + self.width]
+            assert np.isnan(target).all(), "stored twice"
+            target[:] = values[: len(target)]
+
+    monkeypatch.setattr(backward, "Outlet", Outlet)
+    dev = backward.Device(Heads(q), Heads([k]), Heads([v]), Heads(do), None, scale, None, None)
+    for linear in range(-(-seqlens.k // tile.tile_n)):
+        arch.block_idx = lambda linear=linear: (linear,)
+        block.run(lambda: backward.Backward.gradients.__wrapped__(kernel, dev, 0, 1 << 30, 2 << 30))
+    np.testing.assert_allclose(found["dk"], expected["dk"][0], atol=1e-11)
+    np.testing.assert_allclose(found["dv"], expected["dv"][0], atol=1e-11)
+    found = finished(kernel, monkeypatch, block.sums, (1, seqlens.q, group, headdim), scale)
+    for head in range(group):
+        np.testing.assert_allclose(found[:, head], expected["dq"][head], atol=1e-11, err_msg=f"dq, head {head}")
+
+
+def finished(kernel, monkeypatch, sums, shape, scale):
+    """dQ (S, H, D) as `finish` makes it of its sums, thread by thread."""
+    _, seqlen_q, heads, headdim = shape
+    out = np.full(seqlen_q * heads * headdim, np.nan)
+    BEYOND = 1 << 40
+
+    class Values(list):
+        iterator = property(lambda self: Part(self, 0))
+
+    class Part:
+        def __init__(self, values, first):
+            self.values, self.first = values, first
+
+        def __add__(self, n):
+            return Part(self.values, self.first + n)
+
+    class View:
+        def __init__(self, at, count):
+            self.at, self.count = at, count
+
+        def load(self):
+            if isinstance(self.at, Part):
+                return self.at.values[self.at.first : self.at.first + self.count]
+            assert self.at % 16 == 0
+            return np.array([sums[self.at // 4 + i] for i in range(self.count)])
+
+        def store(self, values):
+            first = (self.at - BEYOND) // 2
+            assert self.at % 16 == 0 and np.isnan(out[first : first + 8]).all()
+            out[first : first + 8] = values
+
+    cute = types.SimpleNamespace(
+        arch=types.SimpleNamespace(),
+        ceil_div=lambda a, b: -(-a // b),
+        make_rmem_tensor=lambda size, dtype: Values([None] * size),
+        make_tensor=View,
+        make_layout=same,
+    )
+    monkeypatch.setattr(backward, "cute", cute)
+    monkeypatch.setattr(backward, "at", lambda dtype, address, align: address)
+    monkeypatch.setattr(backward, "to_half", lambda src, dst: dst.__setitem__(slice(None), src))
+    for linear in range(-(-seqlen_q // 128) * heads):
+        cute.arch.block_idx = lambda linear=linear: (linear,)
+        for thread in range(backward.PREPARE_THREADS):
+            cute.arch.thread_idx = lambda thread=thread: (thread,)
+            backward.Backward.finish.__wrapped__(kernel, types.SimpleNamespace(shape=shape), 0, BEYOND, scale)
+    return out.reshape(seqlen_q, heads, headdim)
