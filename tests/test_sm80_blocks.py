@@ -347,7 +347,9 @@ class Block:
     def floats(self, address):
         return [self.memory.halves[(address + 4 * j) // 2] for j in range(4)]
 
-    def add(self, target, values, vector):
+    def add(self, target, values, vector, wanted):
+        if not wanted:
+            return
         with self.lock:
             for e, value in enumerate(values):
                 for address, x in zip(target + (4 if vector else 128) * e, value):

@@ -10,20 +10,18 @@ A thread block keeps tile_n keys, tiles of tile_m queries stream by. `split` war
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flashattn_hopper.spec.tile import ROW_PAD as PAD
-
-from ..common.convert import to_half
-from ..common.tensors import at
+from ..common.softmax import probability
 from ..common.work import thread_again
 from .epilogue import shared_words
-from .products import Products, differentiate, fragment, packed
-from .shared import CHUNK, Reader, Swizzled, columns_first, rows_first
+from .products import fragment, packed
+from .shared import CHUNK, Reader, Swizzled, WarpReader, columns_first, rows_first
 from .warp import accumulate, add_to_memory
 
 
@@ -68,15 +66,21 @@ def split_column(tile, column):
     return column // tile.unit * tile.unit_bytes, column % tile.unit
 
 
-def product(dtype, accs, a, b, depth, width):
-    """accs[i] += A_i B, 16 by `width`, over `depth`: a(i, k) and b(k, n) are their blocks of 16 by 16."""
-    for k in range(0, depth, 16):
-        left = [a(i, k) for i in range(len(accs))]
+def product(dtype, accs, a, b, depth, width, meanwhile=()):
+    """accs[i] += A_i B, 16 by `width`, over `depth`: a(i, k) and b(k, n) are their blocks of 16 by 16.
+
+    `meanwhile`: calls that are spread over the steps, for what has nothing to wait for.
+    """
+    steps = depth // 16
+    for step in range(steps):
+        left = [a(i, 16 * step) for i in range(len(accs))]
         for n in range(0, width, 16):
-            right = b(k, n)
+            right = b(16 * step, n)
             for half in range(2):
                 for acc, words in zip(accs, left):
                     accumulate(dtype, acc, n // 8 + half, words, right[2 * half : 2 * half + 2])
+        for call in meanwhile[len(meanwhile) * step // steps : len(meanwhile) * (step + 1) // steps]:
+            call()
 
 
 @dataclass(frozen=True)
@@ -122,61 +126,94 @@ class OnePass:
     dK: tuple  # fragments, for every 16 keys
     dV: tuple
 
-    def scores(self, stay, come, slot, first):
+    def scores(self, stay, come, slot, first, meanwhile=()):
         """stay come^T of `at_once` queries from `first` on: a fragment for every 16 keys."""
         accs = [fragment(self.tile.at_once) for _ in self.dK]
         mine, theirs = stay.start(0), come.rows.start(slot) + first * come.rows.tile.row_bytes
         a = lambda i, k: stay.block(mine, 16 * i, k)
         b = lambda k, n: come.rows.block(theirs, n, k)
-        product(self.dtype, accs, a, b, come.width, self.tile.at_once)
+        product(self.dtype, accs, a, b, come.width, self.tile.at_once, meanwhile)
         return accs
 
     @cute.jit
-    def step(self, stats, scale_log2, edge, m, slot, stage, before, follows):
-        """`stats`: shared address of (lse, delta) of this lane's first query; `before`: padded row of the tile whose dQ
-        `follows`."""
+    def step(self, stats, scale_log2, edge, m, slot, stage, place, before, follows):
+        """`stats`: shared address of (lse, delta) of this lane's first query; `place`: padded row of the tile, `before`
+        that of the tile whose dQ `follows`."""
         t = self.tile
+        own = [stats, scale_log2, edge, m, slot, stage]
         if const_expr(t.at_once == t.queries):
-            self.some(stats, scale_log2, edge, m, slot, stage, 0)
+            P, dS = self.some(*own, 0)
+            sums = self.query(before, stage ^ 1, follows) if t.late else ()
+            self.add(P, dS, slot, 0, sums)
         else:
+            sums = self.query(before, stage ^ 1, follows) if t.late else ()
+            for add in sums:
+                add()
             # Why a loop: unrolled, the products of one turn are mixed with those of the next and take its registers.
             for turn in cutlass.range(t.queries // t.at_once, unroll=1):
-                self.some(stats, scale_log2, edge, m, slot, stage, turn * t.at_once)
-        if const_expr(t.late):
-            if follows:
-                self.query(self.sums_of(before), stage ^ 1)
+                P, dS = self.some(*own, turn * t.at_once)
+                self.add(P, dS, slot, turn * t.at_once)
         self.met()
-        self.others(slot, stage)
+        sums = () if t.late else self.query(place, 0, 1)
+        self.others(slot, stage, sums)
 
     def some(self, stats, scale_log2, edge, m, slot, stage, first):
-        """Scores of `at_once` of this warp's queries, and what they add to the columns that are its own."""
+        """P^T and dS^T of `at_once` of this warp's queries as words, which others can read after `met`."""
         t = self.tile
         S = self.scores(self.k, self.q, slot, first)
-        dP = self.scores(self.v, self.do, slot, first)
         self.hide(S, first, m, edge)
-        for column in range(0, t.at_once, 8):
-            pair = shared_floats(stats + (first + column) * 8)
+        columns = range(0, t.at_once, 8)
+        pairs = {}
+
+        def exponentials(column):
+            pairs[column] = shared_floats(stats + (first + column) * 8)
+            for s in S:
+                for j in range(4):
+                    i = column // 2 + j
+                    s[i] = probability(s[i] * scale_log2 - pairs[column][j % 2 * 2])
+
+        dP = self.scores(self.v, self.do, slot, first, [partial(exponentials, column) for column in columns])
+        P = [packed(s, self.dtype) for s in S]
+        self.give(self.p, P, 0, first)
+        for column in columns:
             for s, dp in zip(S, dP):
                 for j in range(4):
-                    differentiate(s, dp, column // 2 + j, scale_log2, pair[j % 2 * 2], pair[j % 2 * 2 + 1])
-        P, dS = [packed(s, self.dtype) for s in S], [packed(dp, self.dtype) for dp in dP]
-        for exchange, of, at_stage in ((self.p, P, 0), (self.ds, dS, stage)):
-            if exchange is not None:
-                for i, words in enumerate(of):
-                    exchange.writer.put(words, at_stage, 16 * i, first)
-        for grad, words, operand in ((self.dV, P, self.do), (self.dK, dS, self.q)):
-            a = lambda i, k, words=words: [words[i][k // 4 + j] for j in range(4)]
-            product(self.dtype, grad, a, operand.words(operand.turned[0], slot, first), t.at_once, operand.part)
+                    i = column // 2 + j
+                    dp[i] = s[i] * (dp[i] - pairs[column][j % 2 * 2 + 1])
+        dS = [packed(dp, self.dtype) for dp in dP]
+        self.give(self.ds, dS, stage, first)
+        return P, dS
 
-    def others(self, slot, stage):
-        """The same products over the queries of the rest of the team."""
+    def give(self, exchange, fragments, stage, first):
+        if exchange is not None:
+            for i, words in enumerate(fragments):
+                exchange.writer.put(words, stage, 16 * i, first)
+
+    def add(self, P, dS, slot, first, meanwhile=()):
+        """What these queries add to dV and dK in the columns of this warp."""
+        half = len(meanwhile) // 2
+        parts = (self.dV, P, self.do, meanwhile[:half]), (self.dK, dS, self.q, meanwhile[half:])
+        for grad, words, operand, calls in parts:
+            a = lambda i, k, words=words: [words[i][k // 4 + j] for j in range(4)]
+            b = operand.words(operand.turned[0], slot, first)
+            product(self.dtype, grad, a, b, self.tile.at_once, operand.part, calls)
+
+    def others(self, slot, stage, meanwhile):
+        """The same over the queries of the rest of the team."""
         t = self.tile
-        for other in range(t.split - 1):
-            for grad, exchange, at_stage, operand in ((self.dV, self.p, 0, self.do), (self.dK, self.ds, stage, self.q)):
-                reader = exchange.others[other]
-                start = reader.start(at_stage)
-                a = lambda i, k, reader=reader, start=start: reader.block(start, 16 * i, k)
-                product(self.dtype, grad, a, operand.words(operand.turned[1 + other], slot), t.queries, operand.part)
+        parts = [
+            (grad, exchange.others[other], at_stage, operand.turned[1 + other], operand.part, slot)
+            for other in range(t.split - 1)
+            for grad, exchange, at_stage, operand in ((self.dV, self.p, 0, self.do), (self.dK, self.ds, stage, self.q))
+        ]
+        for n, (grad, scores, at_stage, turned, part, slot) in enumerate(parts):
+            start = scores.start(at_stage)
+            calls = meanwhile[len(meanwhile) * n // len(parts) : len(meanwhile) * (n + 1) // len(parts)]
+            a = lambda i, k, scores=scores, start=start: scores.block(start, 16 * i, k)
+            product(self.dtype, grad, a, self.do.words(turned, slot), t.queries, part, calls)
+        if not parts:
+            for call in meanwhile:
+                call()
 
     @cute.jit
     def hide(self, S, first, m, edge):
@@ -197,20 +234,27 @@ class OnePass:
         elif t.split > 1:
             cute.arch.barrier(barrier_id=1 + self.warp.team, number_of_threads=32 * t.split)
 
-    def query(self, target, stage):
-        """dQ of this warp's part of a tile, added to the sums of the tile at `target`."""
+    def last_query(self, place, stage):
+        for add in self.query(place, stage, 1):
+            add()
+
+    def query(self, place, stage, wanted):
+        """dQ of this warp's part of the tile that begins at padded row `place`: calls that add it to the sums."""
         t, width = self.tile, self.q.width
         rows, columns = t.dq_part(width)
-        target = target + (self.warp.index * (rows * columns * 4) + thread_again() % 32 * (16 if t.vector else 4))
         accs = [fragment(columns) for _ in range(rows // 16)]
         scores, keys = self.ds_turned.start(stage), self.k_turned.start(0)
         a = lambda i, k: self.ds_turned.block(scores, k, 16 * i)
         b = lambda k, n: self.k_turned.block(keys, k, n)
         product(self.dtype, accs, a, b, t.tile_n, columns)
-        for i, acc in enumerate(accs):
-            for j in range(columns // 8):
-                place = (i * (columns // 8) + j) * 512
-                add_to_memory(target + place, [acc[4 * j + e] for e in range(4)], t.vector)
+        target = self.sums_of(place)
+        target = target + (self.warp.index * (rows * columns * 4) + thread_again() % 32 * (16 if t.vector else 4))
+
+        def add(i, j):
+            values = [accs[i][4 * j + e] for e in range(4)]
+            add_to_memory(target + (i * (columns // 8) + j) * 512, values, t.vector, wanted)
+
+        return [partial(add, i, j) for i in range(rows // 16) for j in range(columns // 8)]
 
 
 def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
@@ -222,7 +266,7 @@ def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
     def reader(lanes, of, row=0, column=0, transpose=False):
         """Of a warp that begins at (row, column): what is the same in a warp is kept apart from the lane."""
         outer, inner = split_column(of, column)
-        return Reader(of, lanes(of, lane, 0, inner), transpose, row * of.row_bytes + outer)
+        return WarpReader(of, lanes(of, lane, 0, inner), transpose, row * of.row_bytes + outer)
 
     def operand(ring, width):
         part = width // tile.split

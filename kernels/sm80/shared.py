@@ -67,13 +67,27 @@ class Reader:
     tile: Swizzled
     lane: Int32
     transpose: bool = False
+
+    def block(self, start, row, column):
+        """The four words of the block at (row, column), multiples of 16, in the stage that begins at `start`."""
+        t = self.tile
+        unit, within = divmod(column, t.unit)
+        return ldmatrix((start ^ (2 * within)) + (row * t.row_bytes + unit * t.unit_bytes), self.transpose)
+
+    def start(self, index):
+        return self.tile.stage(index) + self.lane
+
+
+@dataclass(frozen=True)
+class WarpReader(Reader):
+    """The same, with what a warp's lanes have in common apart from the lane: it is added in the load itself.
+
+    That takes fewer registers where a warp has many Readers.
+    """
+
     warp: Int32 = 0  # bytes to where the warp begins, a multiple of row_bytes
 
     def block(self, start, row, column):
-        """The four words of the block at (row, column), multiples of 16, in the stage that begins at `start`.
-
-        Why the lane by itself: the rest is the same in a warp, and is added to it in the load.
-        """
         t = self.tile
         unit, within = divmod(column, t.unit)
         return ldmatrix((self.lane ^ (2 * within)) + (start + (row * t.row_bytes + unit * t.unit_bytes)), self.transpose)
