@@ -24,22 +24,22 @@ SPEC = sm80.BACKWARD.on((9, 0))
 ALTERNATIVES = {
     64: {
         "base": Sm80BwdTile(64),
-        "A 4w m64 s32": Sm80SumTile(64, 128, num_warps=4, step=32, vector=True),
-        "B 8w m128 /2": Sm80SumTile(128, 128, split=2, vector=True),
-        "C 4w m32": Sm80SumTile(32, 128, num_warps=4, vector=True),
-        "D A not late": Sm80SumTile(64, 128, num_warps=4, step=32, vector=True, late=False),
+        "A 4w m64 late": Sm80SumTile(64, 128, num_warps=4, step=32, vector=True),
+        "B 8w m128 /2 stag": Sm80SumTile(128, 128, split=2, vector=True, staggered=True),
+        "C 4w m64": Sm80SumTile(64, 128, num_warps=4, step=32, vector=True, late=False),
+        "D 4w m32 late": Sm80SumTile(32, 128, num_warps=4, vector=True),
     },
     128: {
         "base": Sm80BwdTile(32),
         "A /2 late": Sm80SumTile(64, 128, split=2, vector=True),
-        "B /2": Sm80SumTile(64, 128, split=2, vector=True, late=False),
-        "C /1 late": Sm80SumTile(64, 128, vector=True),
-        "D A scalar": Sm80SumTile(64, 128, split=2),
+        "B /2 stag": Sm80SumTile(64, 128, split=2, vector=True, staggered=True),
+        "C /2": Sm80SumTile(64, 128, split=2, vector=True, late=False),
+        "D /1 late": Sm80SumTile(64, 128, vector=True),
     },
     256: {
         "A /4 late": Sm80SumTile(64, 64, split=4, vector=True),
-        "B /4": Sm80SumTile(64, 64, split=4, vector=True, late=False),
-        "D A scalar": Sm80SumTile(64, 64, split=4),
+        "B /4 stag": Sm80SumTile(64, 64, split=4, vector=True, staggered=True),
+        "C /4": Sm80SumTile(64, 64, split=4, vector=True, late=False),
     },
 }
 BANDS = {"full": Band(), "causal": Band(None, 0)}

@@ -86,7 +86,7 @@ def device(monkeypatch, memory):  # noqa: F811
         (forward.Forward, "attempt"),
         (backward.Queries, "begin"),
         (backward.Backward, "key_tile"),
-        (one_pass.OnePass, "step", "hide"),
+        (one_pass.OnePass, "step", "hide", "query_of"),
     ]
     for owner, *names in plain:
         for name in names:
@@ -347,9 +347,7 @@ class Block:
     def floats(self, address):
         return [self.memory.halves[(address + 4 * j) // 2] for j in range(4)]
 
-    def add(self, target, values, vector, wanted):
-        if not wanted:
-            return
+    def add(self, target, values, vector):
         with self.lock:
             for e, value in enumerate(values):
                 for address, x in zip(target + (4 if vector else 128) * e, value):
@@ -384,6 +382,7 @@ ONE_PASS = [
     ((64, 64), Sm80SumTile(128, 128, split=2)),
     ((128, 128), Sm80SumTile(64, 128, split=2, vector=True)),
     ((128, 128), Sm80SumTile(64, 128, split=2, late=False)),
+    ((128, 128), Sm80SumTile(64, 128, split=2, staggered=True)),
     ((128, 128), Sm80SumTile(64, 128)),
     ((256, 256), Sm80SumTile(64, 64, split=4)),
 ]

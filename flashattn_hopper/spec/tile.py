@@ -344,6 +344,7 @@ class Sm80SumTile:
     keys: each has scores of its part of the queries, and its part of the columns of dK and dV.
     `step`: queries of its part that a warp works on at once; None is all of them.
     `late`: dQ of a tile is computed in the next one, which takes a second stage for dS and saves a barrier.
+    `staggered`: then one half of the warps computes it before the scores of that tile and the other after them.
     `vector`: four sums in one instruction, for archs since Hopper.
     """
 
@@ -353,6 +354,7 @@ class Sm80SumTile:
     split: int = 1
     step: int | None = None
     late: bool = True
+    staggered: bool = False
     vector: bool = False
 
     kv_stages = 1

@@ -366,8 +366,8 @@ class Backward:
             edge = (m < segments.full_begin) | (m >= segments.full_end)
             place = head_row * (cute.ceil_div(seqlen_q, PAD) * PAD) + m * t.tile_m
             stage = slot if const_expr(t.late) else Int32(0)
-            follows = Int32(cutlass.select_(i > 0, Int32(1), Int32(0)))
-            hooks.step(own + slot * (8 * t.tile_m), dev.scale * LOG2_E, edge, m, slot, stage, place, before, follows)
+            lse = own + slot * (8 * t.tile_m)
+            hooks.step(lse, dev.scale * LOG2_E, edge, m, slot, stage, place, before, i > 0)
             before = place
             slot = slot ^ 1
         landed(0)  # K and V too, where no query sees these keys

@@ -141,21 +141,33 @@ class OnePass:
         that of the tile whose dQ `follows`."""
         t = self.tile
         own = [stats, scale_log2, edge, m, slot, stage]
+        if const_expr(t.late):
+            self.query_of(1, before, stage ^ 1, follows)
         if const_expr(t.at_once == t.queries):
             P, dS = self.some(*own, 0)
-            sums = self.query(before, stage ^ 1, follows) if t.late else ()
-            self.add(P, dS, slot, 0, sums)
+            if const_expr(t.late):
+                self.query_of(0, before, stage ^ 1, follows)
+            self.add(P, dS, slot, 0)
         else:
-            sums = self.query(before, stage ^ 1, follows) if t.late else ()
-            for add in sums:
-                add()
             # Why a loop: unrolled, the products of one turn are mixed with those of the next and take its registers.
             for turn in cutlass.range(t.queries // t.at_once, unroll=1):
                 P, dS = self.some(*own, turn * t.at_once)
                 self.add(P, dS, slot, turn * t.at_once)
+            if const_expr(t.late):
+                self.query_of(0, before, stage ^ 1, follows)
         self.met()
-        sums = () if t.late else self.query(place, 0, 1)
-        self.others(slot, stage, sums)
+        self.others(slot, stage, () if t.late else self.query(place, 0))
+
+    @cute.jit
+    def query_of(self, half, place, stage, follows):
+        """dQ of the tile before for one half of the warps, before the scores of a tile or after. Why: the exponentials of
+        one half run under products of the other."""
+        t = self.tile
+        if const_expr(t.staggered):
+            follows = follows & (self.warp.index // (t.num_warps // 2) == half)
+        if const_expr(t.staggered or half == 0):
+            if follows:
+                self.last_query(place, stage)
 
     def some(self, stats, scale_log2, edge, m, slot, stage, first):
         """P^T and dS^T of `at_once` of this warp's queries as words, which others can read after `met`."""
@@ -235,10 +247,10 @@ class OnePass:
             cute.arch.barrier(barrier_id=1 + self.warp.team, number_of_threads=32 * t.split)
 
     def last_query(self, place, stage):
-        for add in self.query(place, stage, 1):
+        for add in self.query(place, stage):
             add()
 
-    def query(self, place, stage, wanted):
+    def query(self, place, stage):
         """dQ of this warp's part of the tile that begins at padded row `place`: calls that add it to the sums."""
         t, width = self.tile, self.q.width
         rows, columns = t.dq_part(width)
@@ -252,7 +264,7 @@ class OnePass:
 
         def add(i, j):
             values = [accs[i][4 * j + e] for e in range(4)]
-            add_to_memory(target + (i * (columns // 8) + j) * 512, values, t.vector, wanted)
+            add_to_memory(target + (i * (columns // 8) + j) * 512, values, t.vector)
 
         return [partial(add, i, j) for i in range(rows // 16) for j in range(columns // 8)]
 

@@ -64,17 +64,16 @@ def accumulate(dtype, acc, column8, a, b):
         acc[i] = value
 
 
-def add_to_memory(address, values, vector, wanted):
-    """Where `wanted`, add four floats to global memory without waiting for it: neighbours where `vector` (archs since
-    Hopper), otherwise 128 bytes apart, so that the lanes of a warp are neighbours."""
-    add = "@p red.relaxed.gpu.global.add"
+def add_to_memory(address, values, vector):
+    """Add four floats to global memory, without waiting for it: neighbours where `vector` (archs since Hopper),
+    otherwise 128 bytes apart, so that the lanes of a warp are neighbours."""
+    add = "red.relaxed.gpu.global.add"
     scalar = "".join(f"{add}.f32 [$0 + {128 * i}], ${i + 1}; " for i in range(4))
-    vectors = f"{add}.v4.f32 [$0], {{$1, $2, $3, $4}}; "
     llvm.inline_asm(
         None,
-        [Int64(address).ir_value(), *[Float32(v).ir_value() for v in values], Int32(wanted).ir_value()],
-        f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {vectors if vector else scalar}}}",
-        "l,f,f,f,f,r",
+        [Int64(address).ir_value(), *[Float32(v).ir_value() for v in values]],
+        f"{add}.v4.f32 [$0], {{$1, $2, $3, $4}};" if vector else scalar,
+        "l,f,f,f,f",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
