@@ -90,7 +90,8 @@ class WarpReader(Reader):
     def block(self, start, row, column):
         t = self.tile
         unit, within = divmod(column, t.unit)
-        return ldmatrix((self.lane ^ (2 * within)) + (start + (row * t.row_bytes + unit * t.unit_bytes)), self.transpose)
+        start = start + (row * t.row_bytes + unit * t.unit_bytes)
+        return ldmatrix((self.lane ^ (2 * within)) + start, self.transpose)
 
     def start(self, index):
         return self.tile.stage(index) + self.warp

@@ -42,9 +42,9 @@ FORWARD = KernelSpec(
 
 # 96 KiB at most: one table for every arch. Beyond headdim 128 dK and dV of 16 keys leave a warp no registers.
 BACKWARD_TILES = TileTable(
-    Row(64, Sm80BwdTile(64)),
-    Row(96, Sm80BwdTile(32, 64)),
-    Row(128, Sm80BwdTile(32)),
+    Row(64, Sm80BwdTile(64, query_n=64)),
+    Row(96, Sm80BwdTile(32, 64, num_warps=4, query_n=32, query_m=64)),
+    Row(128, Sm80BwdTile(32, query_n=32)),
 )
 
 BACKWARD = KernelSpec(

@@ -1,12 +1,12 @@
-"""dQ, dK and dV in one kernel of five products, with dQ summed in float32 memory.
+"""The products of a warp whose keys stay while tiles of queries stream by: dK, dV, and dQ into memory.
 
-A thread block keeps tile_n keys, tiles of tile_m queries stream by. `split` warps form a team that shares keys:
+Neighbouring warps form a team of `split` that shares keys:
 
-    scores    S^T and dP^T of the team's keys, each warp for its part of the queries -> P^T, dS^T
-    own       dV += P^T dO, dK += dS^T Q: the team's keys, each warp its part of the columns; first over its own
-              queries, from registers
-    others    then over those of the rest of its team, by way of shared memory
-    query     dQ = dS K of a part of the tile, from the dS of every warp, added to memory
+    some      S^T = K Q^T, dP^T = V dO^T of the team's keys, each warp for its part of the queries -> P^T, dS^T
+    add       dV += P^T dO, dK += dS^T Q of the team's keys, each warp its part of the columns: over the queries that are
+              its own, P^T and dS^T from registers
+    others    the same over the queries of the rest of the team, by way of shared memory
+    query     dQ = dS K of a part of the tile, from the dS^T of every warp, added to memory
 """
 
 from dataclasses import dataclass
@@ -107,8 +107,8 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class OnePass:
-    """The parts of one warp. `step` is a tile."""
+class KeyProducts:
+    """The parts of one warp."""
 
     tile: Any
     dtype: Any
@@ -118,10 +118,10 @@ class OnePass:
     v: Reader
     q: Operand
     do: Operand
-    p: Any  # Exchange; None where a warp has its keys alone
-    ds: Exchange
-    ds_turned: Reader
-    k_turned: Reader
+    p: Any  # Exchange, or None where nobody reads it
+    ds: Any
+    ds_turned: Any  # Readers for dQ, or None where it is not summed in memory
+    k_turned: Any
     mask_of: Any  # (key, query) of a lane in their tiles -> ColumnMask of `at_once` queries
     dK: tuple  # fragments, for every 16 keys
     dV: tuple
@@ -136,41 +136,41 @@ class OnePass:
         return accs
 
     @cute.jit
-    def step(self, stats, scale_log2, edge, m, slot, stage, place, before, follows):
-        """`stats`: shared address of (lse, delta) of this lane's first query; `place`: padded row of the tile, `before`
-        that of the tile whose dQ `follows`."""
+    def step(self, stats, scale_log2, edge, m, slot, place, before, follows):
+        """A tile. `stats`: shared address of (lse, delta) of this lane's first query. `place`: padded row of all heads that
+        the tile begins with, `before` that of the tile whose dQ `follows` late."""
         t = self.tile
-        own = [stats, scale_log2, edge, m, slot, stage]
-        if const_expr(t.late):
-            self.query_of(1, before, stage ^ 1, follows)
+        stage = slot if const_expr(t.late) else 0
+        own = stats, scale_log2, edge, m, slot, stage
+        self.late_query(1, before, slot, follows)
         if const_expr(t.at_once == t.queries):
             P, dS = self.some(*own, 0)
-            if const_expr(t.late):
-                self.query_of(0, before, stage ^ 1, follows)
+            self.late_query(0, before, slot, follows)
             self.add(P, dS, slot, 0)
         else:
             # Why a loop: unrolled, the products of one turn are mixed with those of the next and take its registers.
             for turn in cutlass.range(t.queries // t.at_once, unroll=1):
                 P, dS = self.some(*own, turn * t.at_once)
                 self.add(P, dS, slot, turn * t.at_once)
-            if const_expr(t.late):
-                self.query_of(0, before, stage ^ 1, follows)
-        self.met()
-        self.others(slot, stage, () if t.late else self.query(place, 0))
+            self.late_query(0, before, slot, follows)
+        self.meet()
+        if const_expr(t.summed and not t.late):
+            self.query(place, 0)
+        self.others(slot, stage)
 
     @cute.jit
-    def query_of(self, half, place, stage, follows):
-        """dQ of the tile before for one half of the warps, before the scores of a tile or after. Why: the exponentials of
+    def late_query(self, half, before, slot, follows):
+        """dQ of the tile before; for one half of the warps ahead of the scores of this one, so that the exponentials of
         one half run under products of the other."""
         t = self.tile
         if const_expr(t.staggered):
             follows = follows & (self.warp.index // (t.num_warps // 2) == half)
-        if const_expr(t.staggered or half == 0):
+        if const_expr(t.staggered or (t.late and half == 0)):
             if follows:
-                self.last_query(place, stage)
+                self.query(before, slot ^ 1)
 
     def some(self, stats, scale_log2, edge, m, slot, stage, first):
-        """P^T and dS^T of `at_once` of this warp's queries as words, which others can read after `met`."""
+        """P^T and dS^T of `at_once` of this warp's queries as words, which others can read after they `meet`."""
         t = self.tile
         S = self.scores(self.k, self.q, slot, first)
         self.hide(S, first, m, edge)
@@ -201,31 +201,21 @@ class OnePass:
             for i, words in enumerate(fragments):
                 exchange.writer.put(words, stage, 16 * i, first)
 
-    def add(self, P, dS, slot, first, meanwhile=()):
-        """What these queries add to dV and dK in the columns of this warp."""
-        half = len(meanwhile) // 2
-        parts = (self.dV, P, self.do, meanwhile[:half]), (self.dK, dS, self.q, meanwhile[half:])
-        for grad, words, operand, calls in parts:
+    def add(self, P, dS, slot, first):
+        for grad, words, operand in ((self.dV, P, self.do), (self.dK, dS, self.q)):
             a = lambda i, k, words=words: [words[i][k // 4 + j] for j in range(4)]
             b = operand.words(operand.turned[0], slot, first)
-            product(self.dtype, grad, a, b, self.tile.at_once, operand.part, calls)
+            product(self.dtype, grad, a, b, self.tile.at_once, operand.part)
 
-    def others(self, slot, stage, meanwhile):
-        """The same over the queries of the rest of the team."""
+    def others(self, slot, stage):
         t = self.tile
-        parts = [
-            (grad, exchange.others[other], at_stage, operand.turned[1 + other], operand.part, slot)
-            for other in range(t.split - 1)
-            for grad, exchange, at_stage, operand in ((self.dV, self.p, 0, self.do), (self.dK, self.ds, stage, self.q))
-        ]
-        for n, (grad, scores, at_stage, turned, part, slot) in enumerate(parts):
-            start = scores.start(at_stage)
-            calls = meanwhile[len(meanwhile) * n // len(parts) : len(meanwhile) * (n + 1) // len(parts)]
-            a = lambda i, k, scores=scores, start=start: scores.block(start, 16 * i, k)
-            product(self.dtype, grad, a, self.do.words(turned, slot), t.queries, part, calls)
-        if not parts:
-            for call in meanwhile:
-                call()
+        for other in range(t.split - 1):
+            for grad, exchange, at, operand in ((self.dV, self.p, 0, self.do), (self.dK, self.ds, stage, self.q)):
+                scores = exchange.others[other]
+                start = scores.start(at)
+                a = lambda i, k, scores=scores, start=start: scores.block(start, 16 * i, k)
+                b = operand.words(operand.turned[1 + other], slot)
+                product(self.dtype, grad, a, b, t.queries, operand.part)
 
     @cute.jit
     def hide(self, S, first, m, edge):
@@ -238,20 +228,16 @@ class OnePass:
             row, column = self.warp.team * t.keys + 16 * i + lane // 4, self.warp.member * t.queries + first
             self.mask_of(row, column + 2 * (lane % 4)).apply(s, m * (t.tile_m // t.at_once))
 
-    def met(self):
-        """The team's P and dS can be read; those of the whole block, where this tile's dQ follows."""
+    def meet(self):
+        """After this the team's P and dS can be read, and those of the whole block where dQ of this tile comes next."""
         t = self.tile
-        if not t.late:
+        if t.summed and not t.late:
             cute.arch.sync_threads()
         elif t.split > 1:
             cute.arch.barrier(barrier_id=1 + self.warp.team, number_of_threads=32 * t.split)
 
-    def last_query(self, place, stage):
-        for add in self.query(place, stage):
-            add()
-
     def query(self, place, stage):
-        """dQ of this warp's part of the tile that begins at padded row `place`: calls that add it to the sums."""
+        """dQ of this warp's part of the tile that begins at padded row `place`."""
         t, width = self.tile, self.q.width
         rows, columns = t.dq_part(width)
         accs = [fragment(columns) for _ in range(rows // 16)]
@@ -261,16 +247,13 @@ class OnePass:
         product(self.dtype, accs, a, b, t.tile_n, columns)
         target = self.sums_of(place)
         target = target + (self.warp.index * (rows * columns * 4) + thread_again() % 32 * (16 if t.vector else 4))
-
-        def add(i, j):
-            values = [accs[i][4 * j + e] for e in range(4)]
-            add_to_memory(target + (i * (columns // 8) + j) * 512, values, t.vector)
-
-        return [partial(add, i, j) for i in range(rows // 16) for j in range(columns // 8)]
+        for i, acc in enumerate(accs):
+            for j in range(columns // 8):
+                add_to_memory(target + (i * (columns // 8) + j) * 512, [acc[4 * j + e] for e in range(4)], t.vector)
 
 
-def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
-    """The parts of a warp. `tiles`: K, V, Q, dO, P (or None) and dS in shared memory."""
+def products_of(tile, dtype, widths, tiles, warp, mask_of, sums_of):
+    """The parts of a warp. `tiles`: K, V, Q, dO, P and dS in shared memory; the last two may be None."""
     sK, sV, sQ, sdO, sP, sdS = tiles
     lane, first = warp.lane, warp.team * tile.keys
     members = [(warp.member + i) % tile.split * tile.queries for i in range(tile.split)] if tile.split > 1 else [0]
@@ -292,11 +275,14 @@ def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
         others = [reader(rows_first, scores, first, columns) for columns in members[1:]]
         return Exchange(Writer(scores, own, first * scores.row_bytes + outer), tuple(others))
 
-    rows, columns = tile.dq_part(widths[0])
-    across = widths[0] // columns
-    part, column = warp.index // across * rows, warp.index % across * columns
+    ds_turned = k_turned = None
+    if tile.summed:
+        rows, columns = tile.dq_part(widths[0])
+        across = widths[0] // columns
+        ds_turned = reader(columns_first, sdS, 0, warp.index // across * rows, transpose=True)
+        k_turned = reader(rows_first, sK, 0, warp.index % across * columns, transpose=True)
     atoms = range(tile.keys // 16)
-    return OnePass(
+    return KeyProducts(
         tile,
         dtype,
         warp,
@@ -305,10 +291,10 @@ def one_pass(tile, dtype, widths, tiles, warp, mask_of, sums_of):
         reader(rows_first, sV, first),
         operand(sQ, widths[0]),
         operand(sdO, widths[1]),
-        exchange(sP) if tile.split > 1 else None,
-        exchange(sdS),
-        reader(columns_first, sdS, 0, part, transpose=True),
-        reader(rows_first, sK, 0, column, transpose=True),
+        None if sP is None else exchange(sP),
+        None if sdS is None else exchange(sdS),
+        ds_turned,
+        k_turned,
         mask_of,
         tuple(fragment(widths[0] // tile.split) for _ in atoms),
         tuple(fragment(widths[1] // tile.split) for _ in atoms),
