@@ -185,7 +185,7 @@ def test_products_of_the_backward(memory, dims, tile):
     """S and dP of rows that stay, and what P and dS add to a gradient, as both of its kernels have them."""
     rng = np.random.default_rng(0)
     integers = lambda *shape: rng.integers(-3, 4, shape).astype(float)
-    stay, come = integers(tile.tile_n, dims[0]), integers(tile.tile_m, dims[0])
+    stay, come = integers(tile.query_m, dims[0]), integers(tile.query_n, dims[0])
     one = shared.Swizzled(BASE, tile.tile_n, dims[0])
     ring = shared.Swizzled(one.stage(1), tile.tile_m, dims[0])
     filled(memory, one, 0, stay)
