@@ -118,7 +118,10 @@ def variant_id(variant) -> str:
 
 def tile_id(tile: Tile) -> str:
     if isinstance(tile, Sm80BwdTile):
-        return f"{tile.tile_m}x{tile.tile_n}"
+        own = "" if tile.summed else f"-dq{tile.query_m}x{tile.query_n}"
+        switches = "-late" * tile.late + "-staggered" * tile.staggered + "-v4" * tile.vector
+        step = "" if tile.step is None else f"-step{tile.step}"
+        return f"{tile.tile_m}x{tile.tile_n}-w{tile.num_warps}-{tile.split}{step}{own}{switches}"
     if isinstance(tile, Sm80FwdTile):
         return f"{tile.tile_m}x{tile.tile_n}-w{tile.num_warps}-s{tile.num_stages}{'-rq' * tile.q_in_registers}"
     if isinstance(tile, BwdTile):

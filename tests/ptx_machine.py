@@ -238,6 +238,9 @@ class _Block:
 
     def do_mov(self, words, operands, active, kind):
         target, source = operands
+        if words[-1] == "pred":
+            self.put(target, self.get(source) != 0, active)
+            return
         if target.startswith("{"):
             bits = 8 * np.dtype(kind).itemsize // 2
             for i, half in enumerate(target.strip("{}").split(",")):

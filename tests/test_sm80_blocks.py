@@ -3,7 +3,9 @@
 As in test_sm80_fragments.py device code runs on arrays of one value for each lane; copies happen at once.
 """
 
+import collections
 import math
+import threading
 import types
 
 import numpy as np
@@ -19,13 +21,15 @@ from .test_sm80_fragments import BASE, LANES, Fragment, device_code, filled, mat
 pytestmark = pytest.mark.own_process  # device functions run on numpy: no compiler may have rewritten them before
 
 # Modules of kernels/common and kernels/sm80, imported when a test runs: see cases.device_code.
-mask = softmax = walk = work = backward = forward = mainloop = products = shared = None
+mask = softmax = walk = work = forward = mainloop = products = shared = None
+backward_ends = key_gradient = key_products = query_gradient = None
 
 
 @pytest.fixture(scope="module", autouse=True)
 def more_device_code():
     common = [f"common.{name}" for name in ("mask", "softmax", "walk", "work")]
-    names = [*common, *(f"sm80.{name}" for name in ("backward", "forward", "mainloop", "products", "shared"))]
+    gradients = ("backward_ends", "key_gradient", "key_products", "query_gradient")
+    names = [*common, *(f"sm80.{name}" for name in ("forward", "mainloop", "products", "shared", *gradients))]
     globals().update(zip((name.split(".")[1] for name in names), cases.device_code(*names)))
 
 
@@ -64,7 +68,7 @@ def device(monkeypatch, memory):  # noqa: F811
         range_constexpr=range,
     )
     pairs = lambda s, dtype=None: [np.stack(s[2 * i : 2 * i + 2], -1) for i in range(len(s) // 2)]
-    for module in (mask, softmax, walk, mainloop, products, forward, backward):
+    for module in (mask, softmax, walk, mainloop, products, forward, key_gradient, key_products, query_gradient):
         for name, value in {
             "cute": cute,
             "cutlass": cutlass,
@@ -75,15 +79,15 @@ def device(monkeypatch, memory):  # noqa: F811
             monkeypatch.setattr(module, name, value, raising=False)
     monkeypatch.setattr(forward, "DeviceArith", PythonArith)
     monkeypatch.setattr(mainloop.InOrder, "packed", lambda self, s: pairs(s))
-    for module in (products, backward):
+    for module in (products, key_products, query_gradient):
         monkeypatch.setattr(module, "packed", pairs)
     plain = [
         (softmax.Softmax, "update", "settle", "finish"),
         (mainloop.InOrder, "begin", "first_update"),
         (walk.Walk, "kv"),
         (forward.Forward, "attempt"),
-        (backward.Queries, "begin"),
-        (backward.Backward, "key_tile"),
+        (query_gradient.Queries, "begin"),
+        (key_products.KeyProducts, "step", "hide", "late_query"),
     ]
     for owner, *names in plain:
         for name in names:
@@ -227,61 +231,9 @@ class Heads(Tensor):
         self.values, self.shape = values, (1, len(values[0]), len(values), values[0].shape[1])
 
 
-@pytest.fixture
-def gradient_kernels(device, monkeypatch):
-    """(run, dims) -> what every warp of every block stores: {(kernel, head, row): (16, width)}."""
-    arch = backward.cute.arch
-    arch.cp_async_commit_group = lambda: None
-    arch.thread_idx = lambda: (None,)
-    backward.cute.ceil_div = lambda a, b: -(-a // b)
-    same_names = ("operand_again", "again", "Int64")
-    for name in same_names:
-        monkeypatch.setattr(backward, name, same)
-    monkeypatch.setattr(backward, "thread_again", lambda: None)
-    monkeypatch.setattr(backward, "landed", lambda pending: None)
-    monkeypatch.setattr(backward, "DeviceArith", PythonArith)
-    monkeypatch.setattr(backward.InOrder, "work", backward.InOrder.work.__wrapped__)
-    monkeypatch.setattr(backward, "order_of", lambda mask, extent, size: backward.InOrder(extent))
-
-    def staged(query, key, value, m_block, last, stages):
-        query.copy(m_block, 0, True)
-        heads = key.head, value.head
-        values = [x.tensor.values[head] for x, head in zip((key, value), heads)]
-        return AtOnce(device, (key.tile, value.tile), values, stages)
-
-    monkeypatch.setattr(backward, "Staged", staged)
-
-    def run(kernel, name, dev, blocks, *addresses):
-        tile, headdim, stored = kernel.tile, kernel.headdim, {}
-        sizes = (tile.tile_n, tile.tile_n, tile.tile_m, tile.tile_m)
-        memory_of, at = [], BASE
-        for rows, stages in zip(sizes, (1, 1, 2, 2)):
-            memory_of.append(shared.Swizzled(at, rows, headdim))
-            at = memory_of[-1].stage(stages)
-        kernel.memory = lambda resident, streaming: memory_of
-        kernel.copier = lambda tensor, head, batch, tile, tidx: Copies(device, tensor, head, tile)
-
-        def store(acc, where, address, width, extents, head, block, lane, first):
-            stored[address, head, block * where.rows + first] = matrix(acc, width)
-
-        kernel.store = store
-        for linear in range(blocks):
-            arch.block_idx = lambda linear=linear: (linear,)
-            for first in range(0, tile.tile_n, 16):
-                kernel.place = lambda tidx, first=first: (None, LANES, first)
-                getattr(backward.Backward, name).__wrapped__(kernel, dev, *addresses)
-        return stored
-
-    return run
-
-
-@each_mask
-@each_length
-@pytest.mark.parametrize("tile", [Sm80BwdTile(32, 64), Sm80BwdTile(64)], ids=str)
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_the_backward(gradient_kernels, monkeypatch, tile, band, seqlens):
-    """Three query heads share one head of K and V."""
-    seqlens, headdim, scale, group = Seqlens(*seqlens), 64, 0.11, 3
+def grouped(seqlens, headdim, band, scale, group):
+    """Operands of `group` query heads of one head of K and V, their statistics as `prepare` leaves them, and their
+    gradients by name and head."""
     _, k, v, _ = made(seqlens, headdim)
     rng = np.random.default_rng(1)
     q, do = (rng.normal(size=(group, seqlens.q, headdim)) for _ in range(2))
@@ -293,16 +245,274 @@ def test_the_backward(gradient_kernels, monkeypatch, tile, band, seqlens):
         "dv": {0: sum(P.T @ d for (P, _, _), d in zip(heads, do))},
         "dq": {head: s @ k for head, s in enumerate(dS)},
     }
-    monkeypatch.setattr(backward, "statistics", Stats([(lse, delta) for (_, _, lse), delta in zip(heads, deltas)]))
-    kernel = backward.Backward(Traits("bwd", "bf16", headdim, headdim), tile)
-    kernel.band = lambda dev: band
-    dev = backward.Device(Heads(q), Heads([k]), Heads([v]), Heads(do), None, scale, None, None)
-    blocks = lambda seqlen: -(-seqlen // tile.tile_n)
-    stored = gradient_kernels(kernel, "keys", dev, blocks(seqlens.k), "dk", "dv")
-    stored |= gradient_kernels(kernel, "queries", dev, blocks(seqlens.q) * group, "dq")
-    seen = {name: np.zeros((len(of), len(of[0]))) for name, of in expected.items()}
-    for (name, head, begin), rows in stored.items():
-        exact = expected[name][head][begin : begin + 16]
-        np.testing.assert_allclose(rows[: len(exact)], exact, atol=1e-11, err_msg=f"{name}, head {head}, row {begin}")
-        seen[name][head, begin : begin + 16] += 1
-    assert all((count == 1).all() for count in seen.values()), "rows that nobody stores, or two warps"
+    return (q, k, v, do), Stats([(lse, delta) for (_, _, lse), delta in zip(heads, deltas)]), expected
+
+
+def launched(operands, scale):
+    q, k, v, do = operands
+    return query_gradient.Device(Heads(q), Heads([k]), Heads([v]), Heads(do), None, scale, None, None)
+
+
+@pytest.fixture
+def gradients(device, monkeypatch):
+    """What the kernels of the backward see of a GPU."""
+    cute = key_gradient.cute
+    cute.arch.cp_async_commit_group = lambda: None
+    cute.arch.thread_idx = lambda: (None,)
+    cute.ceil_div = lambda a, b: -(-a // b)
+    for module in (key_gradient, key_products, query_gradient):
+        for name, value in {
+            "operand_again": same,
+            "again": same,
+            "Int64": same,
+            "thread_again": lambda: LANES,
+            "DeviceArith": PythonArith,
+        }.items():
+            monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setattr(key_gradient.InOrder, "work", key_gradient.InOrder.work.__wrapped__)
+    return device
+
+
+def in_memory(*shapes):
+    """(tiles of (rows, width, stages), one after the other; the address behind them); None for those of no stage."""
+    tiles, at = [], BASE
+    for rows, width, stages in shapes:
+        tiles.append(shared.Swizzled(at, rows, width) if stages else None)
+        at += 2 * rows * width * stages
+    return tiles, at
+
+
+class Block:
+    """The warps of a thread block as threads: barriers, shared words, sums in global memory."""
+
+    def __init__(self, memory, tile):  # noqa: F811
+        self.memory, self.tile, self.lock = memory, tile, threading.Lock()
+        self.sums, self.own = collections.defaultdict(float), threading.local()
+        teams = range(1, 1 + tile.num_warps // tile.split)
+        self.barriers = {0: threading.Barrier(tile.num_warps)} | {team: threading.Barrier(tile.split) for team in teams}
+
+    def barrier(self, barrier_id=0, number_of_threads=None):
+        meeting = self.barriers[barrier_id]
+        assert number_of_threads in (None, 32 * meeting.parties)
+        meeting.wait(60)
+
+    def word(self, address, count):
+        """A word of two numbers for every lane."""
+        assert count == 1 and not (address % 4).any()
+        assert len(set(address // 4 % 32)) == 32, "a bank conflict"
+
+        def put(_, i, word):
+            for j in range(2):
+                self.memory.halves[address // 2 + j] = word[:, j]
+
+        return type("Word", (), {"__setitem__": put})()
+
+    def floats(self, address):
+        """Floats are kept where their first half would lie."""
+        return [self.memory.halves[(address + 4 * j) // 2] for j in range(4)]
+
+    def add(self, target, values, vector):
+        with self.lock:
+            for e, value in enumerate(values):
+                for address, x in zip(target + (4 if vector else 128) * e, value):
+                    self.sums[address // 4] += x
+
+    def run(self, body):
+        """body() for each warp, all at once; `own.index` is its number."""
+
+        def warp(index):
+            self.own.index = index
+            try:
+                body()
+            except BaseException as error:
+                failed.append(error)
+                for meeting in self.barriers.values():
+                    meeting.abort()
+
+        failed = []
+        threads = [threading.Thread(target=warp, args=(i,)) for i in range(self.tile.num_warps)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in failed:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        assert not failed, "warps wait for each other"
+
+
+class Stored:
+    """In place of Outlet: rows of a gradient that begins at `base`, each once."""
+
+    def __init__(self, bases, seqlen, headdim):
+        self.bases = bases
+        self.found = {name: np.full((seqlen, headdim), np.nan) for name in bases.values()}
+
+    def outlet(self, place, lane, dtype):
+        rows = {}
+
+        def store(row, count, address, row_bytes, limit, width):
+            base, offset = divmod(address, 1 << 30)
+            target = self.found[self.bases[base]]
+            (first, column), (seqlen, headdim) = (offset // row_bytes, offset % row_bytes // 2), target.shape
+            assert (row, count, row_bytes) == (0, 16 * len(rows), 2 * headdim)
+            assert (limit, width) == (seqlen - first, headdim - column)
+            part = target[first : first + count, column : column + place.width]
+            assert np.isnan(part).all(), "stored twice"
+            part[:] = np.concatenate([rows[i] for i in range(0, count, 16)])[: len(part)]
+
+        stage = lambda acc, row: rows.__setitem__(row, matrix(acc, place.width))
+        return types.SimpleNamespace(stage=stage, store=store)
+
+
+# Every way to cut it: warps that share keys or not, dQ of its own kernel, summed at once, late, or staggered.
+KEY_TILES = [
+    (64, Sm80BwdTile(32, 64, num_warps=4, query_n=32, query_m=64)),
+    (64, Sm80BwdTile(64, query_n=64)),
+    (64, Sm80BwdTile(64, num_warps=4, step=32, late=True, vector=True)),
+    (64, Sm80BwdTile(128, split=2)),
+    (128, Sm80BwdTile(64, split=2, query_n=32)),
+    (128, Sm80BwdTile(64, split=2, vector=True)),
+    (128, Sm80BwdTile(64, split=2, late=True, staggered=True)),
+    (128, Sm80BwdTile(64, late=True)),
+    (128, Sm80BwdTile(32, 64, split=2)),
+    (256, Sm80BwdTile(64, 64, split=4, late=True)),
+]
+
+
+@pytest.mark.parametrize("headdim, tile", KEY_TILES, ids=str)
+@pytest.mark.parametrize("band, seqlens", [("full", (1, 1)), ("causal", (150, 170)), ("window", (170, 70))], ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_dk_and_dv_and_sums_of_dq(gradients, monkeypatch, headdim, tile, band, seqlens):
+    """Three query heads share one head of K and V."""
+    seqlens, band, scale, group = Seqlens(*seqlens), BANDS[band], 0.11, 3
+    operands, stats, expected = grouped(seqlens, headdim, band, scale, group)
+    block, stored = Block(gradients, tile), Stored({1: "dk", 2: "dv"}, seqlens.k, headdim)
+    arch = key_gradient.cute.arch
+    arch.sync_threads = arch.barrier = block.barrier
+    monkeypatch.setattr(key_gradient, "landed", lambda pending: block.barrier())
+    monkeypatch.setattr(key_gradient, "Outlet", stored.outlet)
+    monkeypatch.setattr(key_products, "shared_words", block.word)
+    monkeypatch.setattr(key_products, "shared_floats", block.floats)
+    monkeypatch.setattr(key_products, "add_to_memory", block.add)
+    kernel = key_gradient.KeyGradient(Traits("bwd", "bf16", headdim, headdim), tile)
+    rings = [(tile.tile_m, headdim, 2)] * 2
+    scores = [(tile.tile_n, tile.tile_m, stages) for stages in tile.score_stages]
+    kernel.memory = lambda: in_memory(*[(tile.tile_n, headdim, 1)] * 2, *rings, *scores)
+    kernel.copier = lambda tensor, head, batch, tile, tidx: Copies(gradients, tensor, head, tile)
+
+    def copy_tile(dev, rings, lse, batch, head, m, stage):
+        for tensor, ring in zip((dev.q, dev.do), rings):
+            put(gradients, ring, stage, tensor.values[head], m)
+        rows = stats.rows[head][m * tile.tile_m : (m + 1) * tile.tile_m].flatten()
+        gradients.halves[(lse + stage * 8 * tile.tile_m) // 2 + 2 * np.arange(len(rows))] = rows
+
+    kernel.copy_tile = copy_tile
+    kernel.where = lambda tidx: key_products.Warp(LANES, block.own.index, *divmod(block.own.index, tile.split))
+    dev = launched(operands, scale)
+    monkeypatch.setattr(key_gradient.Device, "band", lambda dev, mask: band)
+    for linear in range(-(-seqlens.k // tile.tile_n)):
+        arch.block_idx = lambda linear=linear: (linear,)
+        block.run(lambda: key_gradient.KeyGradient.keys.__wrapped__(kernel, dev, 0, 1 << 30, 2 << 30))
+    for name, found in stored.found.items():
+        np.testing.assert_allclose(found, expected[name][0], atol=1e-11, err_msg=name)
+    if not tile.summed:
+        assert not block.sums
+        return
+    found = finished(tile, headdim, monkeypatch, block.sums, (1, seqlens.q, group, headdim), scale)
+    for head in range(group):
+        np.testing.assert_allclose(found[:, head], expected["dq"][head], atol=1e-11, err_msg=f"dq, head {head}")
+
+
+def finished(tile, headdim, monkeypatch, sums, shape, scale):
+    """dQ (S, H, D) as `finish` makes it of its sums, thread by thread."""
+    _, seqlen_q, heads, _ = shape
+    out, far = np.full(seqlen_q * heads * headdim, np.nan), 1 << 40
+
+    class Values(list):
+        iterator = property(lambda self: Part(self, 0))
+
+    class Part:
+        def __init__(self, values, first):
+            self.values, self.first = values, first
+
+        def __add__(self, n):
+            return Part(self.values, self.first + n)
+
+    class View:
+        def __init__(self, at, count):
+            self.at, self.count = at, count
+
+        def load(self):
+            if isinstance(self.at, Part):
+                return self.at.values[self.at.first : self.at.first + self.count]
+            assert self.at % 16 == 0
+            return np.array([sums[self.at // 4 + i] for i in range(self.count)])
+
+        def store(self, values):
+            first = (self.at - far) // 2
+            assert self.at % 16 == 0 and np.isnan(out[first : first + 8]).all()
+            out[first : first + 8] = values
+
+    cute = types.SimpleNamespace(
+        arch=types.SimpleNamespace(),
+        ceil_div=lambda a, b: -(-a // b),
+        make_rmem_tensor=lambda size, dtype: Values([None] * size),
+        make_tensor=View,
+        make_layout=same,
+    )
+    for name, value in {
+        "cute": cute,
+        "cutlass": types.SimpleNamespace(range_constexpr=range),
+        "at": lambda dtype, address, align: address,
+        "to_half": lambda src, dst: dst.__setitem__(slice(None), src),
+        "Int64": same,
+    }.items():
+        monkeypatch.setattr(backward_ends, name, value)
+    ends = backward_ends.Ends(Traits("bwd", "bf16", headdim, headdim), tile)
+    for linear in range(-(-seqlen_q // 128) * heads):
+        cute.arch.block_idx = lambda linear=linear: (linear,)
+        for thread in range(backward_ends.THREADS):
+            cute.arch.thread_idx = lambda thread=thread: (thread,)
+            backward_ends.Ends.finish.__wrapped__(ends, types.SimpleNamespace(shape=shape), 0, far, scale)
+    return out.reshape(seqlen_q, heads, headdim)
+
+
+@each_mask
+@each_length
+@pytest.mark.parametrize(
+    "tile", [Sm80BwdTile(32, query_n=32, query_m=64), Sm80BwdTile(64, query_n=64)], ids=lambda tile: f"{tile.query_m}"
+)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_dq_of_its_own_kernel(gradients, monkeypatch, tile, band, seqlens):
+    """Three query heads share one head of K and V."""
+    seqlens, headdim, scale, group = Seqlens(*seqlens), 64, 0.11, 3
+    operands, stats, expected = grouped(seqlens, headdim, band, scale, group)
+    monkeypatch.setattr(query_gradient, "statistics", stats)
+    monkeypatch.setattr(query_gradient, "order_of", lambda mask, extent, size: work.InOrder(extent))
+
+    def staged(query, key, value, m_block, last, stages):
+        query.copy(m_block, 0, True)
+        values = [x.tensor.values[x.head] for x in (key, value)]
+        return AtOnce(gradients, (key.tile, value.tile), values, stages)
+
+    monkeypatch.setattr(query_gradient, "Staged", staged)
+    monkeypatch.setattr(query_gradient.Device, "band", lambda dev, mask: band)
+    kernel = query_gradient.QueryGradient(Traits("bwd", "bf16", headdim, headdim), tile)
+    shapes = [(tile.query_m, headdim, 1)] * 2 + [(tile.query_n, headdim, 2)] * 2
+    kernel.memory = lambda: in_memory(*shapes)[0]
+    kernel.copier = lambda tensor, head, batch, tile, tidx: Copies(gradients, tensor, head, tile)
+    found = np.full((group, seqlens.q, headdim), np.nan)
+
+    def store(acc, where, address, width, extents, head, block, lane, first):
+        part = found[head][block * where.rows + first :][:16]
+        assert np.isnan(part).all(), "stored twice"
+        part[:] = matrix(acc, width)[: len(part)]
+
+    kernel.store = store
+    for linear in range(-(-seqlens.q // tile.query_m) * group):
+        query_gradient.cute.arch.block_idx = lambda linear=linear: (linear,)
+        for first in range(0, tile.query_m, 16):
+            kernel.place = lambda tidx, first=first: (None, LANES, first)
+            query_gradient.QueryGradient.queries.__wrapped__(kernel, launched(operands, scale), "dq")
+    np.testing.assert_allclose(found, np.stack([*expected["dq"].values()]), atol=1e-11)

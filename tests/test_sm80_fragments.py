@@ -180,22 +180,25 @@ def test_products_of_a_tile(memory, dims, tile):
             assert (matrix(atom.O, dims[1]) == expected @ V).all()
 
 
-@pytest.mark.parametrize("dims, tile", [(row.dims, row.tile) for row in specs.BACKWARD_TILES], ids=str)
+BACKWARD_ROWS = [row for _, table in ((None, specs.BACKWARD.tiles), *specs.BACKWARD.ports) for row in table]
+
+
+@pytest.mark.parametrize("dims, tile", dict.fromkeys((r.dims, r.tile) for r in BACKWARD_ROWS if r.tile.query_n), ids=str)
 def test_products_of_the_backward(memory, dims, tile):
-    """S and dP of rows that stay, and what P and dS add to a gradient, as both of its kernels have them."""
+    """S and dP of queries that stay, and what dS adds to dQ in the kernel for it alone."""
     rng = np.random.default_rng(0)
     integers = lambda *shape: rng.integers(-3, 4, shape).astype(float)
-    stay, come = integers(tile.tile_n, dims[0]), integers(tile.tile_m, dims[0])
-    one = shared.Swizzled(BASE, tile.tile_n, dims[0])
-    ring = shared.Swizzled(one.stage(1), tile.tile_m, dims[0])
+    stay, come = integers(tile.query_m, dims[0]), integers(tile.query_n, dims[0])
+    one = shared.Swizzled(BASE, tile.query_m, dims[0])
+    ring = shared.Swizzled(one.stage(1), tile.query_n, dims[0])
     filled(memory, one, 0, stay)
     filled(memory, ring, 1, come)
-    parts = products.Products(None, tile.tile_m)
-    for first in range(0, tile.tile_n, 16):
+    parts = products.Products(None, tile.query_n)
+    for first in range(0, tile.query_m, 16):
         resident = shared.Reader(one, shared.rows_first(one, LANES, first))
         S = parts.scores(resident, shared.Reader(ring, shared.columns_first(ring, LANES)), dims[0], 1)
         expected = stay[first : first + 16] @ come.T
-        assert (matrix(S, tile.tile_m) == expected).all()
+        assert (matrix(S, tile.query_n) == expected).all()
         words = [np.stack(S[2 * i : 2 * i + 2], -1) for i in range(len(S) // 2)]
         acc = products.fragment(dims[0])
         parts.add(acc, words, shared.Reader(ring, shared.rows_first(ring, LANES), transpose=True), dims[0], 1)

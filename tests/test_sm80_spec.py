@@ -107,17 +107,35 @@ def test_one_kernel_for_each_target_in_the_cache():
     assert len({tuple(sorted(key.items())) for key in keys}) == len(ARCHS)
 
 
-def test_its_backward_is_sm80_s_or_the_automatic_one():
-    traits = replace(D128, phase=BWD, headdim=72, headdim_v=40, gqa=True, deterministic=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_its_backward_is_sm80_s_or_the_automatic_one(deterministic):
+    traits = replace(D128, phase=BWD, headdim=72, headdim_v=40, gqa=True, deterministic=deterministic)
     for capability in TARGETS:
         chosen = planner.plan(traits, capability, "sm80", SHAPE)
-        assert (chosen.spec.name, chosen.traits) == ("sm80.backward", Traits(BWD, "bf16", 96, 96))
-        assert chosen.spec.arch.target == TARGETS[capability]
+        assert (chosen.spec.name, chosen.spec.arch.target) == ("sm80.backward", TARGETS[capability])
+        assert chosen.traits == Traits(BWD, "bf16", 96, 96, deterministic=deterministic)
+        assert chosen.tile.summed is not deterministic
         automatic = "sm90.backward" if capability == (9, 0) else "reference.backward"
-        wide = replace(traits, headdim=136)
-        assert planner.plan(wide, capability, "sm80", SHAPE).spec.name == automatic
-        assert "at most 128 and 128" in planner.refusals(wide, capability, "sm80")["sm80.backward"]
         assert planner.plan(traits, capability, "auto", SHAPE).spec.name == automatic
+        top = chosen.spec.headdims[-1][0]
+        wide = replace(traits, headdim=top + 8)
+        assert planner.plan(replace(traits, headdim=top), capability, "sm80", SHAPE).spec.name == "sm80.backward"
+        automatic = "sm90.backward" if capability == (9, 0) and top < 256 else "reference.backward"
+        if top < 256:
+            assert planner.plan(wide, capability, "sm80", SHAPE).spec.name == automatic
+        assert f"at most {top} and {top}" in planner.refusals(wide, capability, "sm80")["sm80.backward"]
+
+
+def test_where_headdim_256_does_not_fit_its_backward_ends_at_128():
+    for arch in ARCHS:
+        here = sm80.BACKWARD.on(arch.capability)
+        assert here.headdims[-1] == ((256, 256) if arch.smem_bytes > SM86.smem_bytes else (128, 128))
+
+
+def test_sums_of_four_are_for_archs_that_have_them():
+    for arch in ARCHS:
+        for row in sm80.BACKWARD.on(arch.capability).tiles:
+            assert row.tile.vector == (row.tile.summed and arch.capability >= (9, 0)), row
 
 
 # Tiles
@@ -269,32 +287,77 @@ def test_nothing_to_compute_launches_nothing(monkeypatch, sizes):
 # The backward
 
 
-@pytest.mark.parametrize("arguments", [{"tile_m": 48}, {"tile_m": 256}, {"tile_n": 96}, {"tile_n": 256}], ids=str)
-def test_a_backward_tile_names_the_field_that_is_wrong(arguments):
-    (field,) = arguments
+@pytest.mark.parametrize(
+    "field, arguments",
+    [
+        ("tile_m", {"tile_m": 48}),
+        ("tile_m", {"tile_m": 256}),
+        ("tile_n", {"tile_n": 96}),
+        ("num_warps", {"num_warps": 2}),
+        ("split", {"split": 3}),
+        ("split", {"tile_n": 64}),
+        ("step", {"step": 24}),
+        ("step", {"tile_m": 64, "split": 4, "step": 32}),
+        ("step", {"split": 4}),
+        ("query_n", {"query_n": 48}),
+        ("query_n", {"query_n": 64, "late": True}),
+        ("query_n", {"query_n": 64, "vector": True}),
+        ("query_m", {"query_n": 64, "query_m": 32}),
+        ("staggered", {"staggered": True}),
+        ("wanted", {"wanted": "dq"}),
+        ("wanted", {"query_n": 64, "wanted": "dv"}),
+    ],
+    ids=str,
+)
+def test_a_backward_tile_names_the_field_that_is_wrong(field, arguments):
     with pytest.raises(ValueError, match=f"Sm80BwdTile: {field}=.*allowed: "):
         Sm80BwdTile(**({"tile_m": 32} | arguments))
 
 
+def test_what_a_backward_tile_derives():
+    tile = Sm80BwdTile(64, split=2, late=True)
+    assert (tile.num_threads, tile.keys, tile.queries, tile.at_once, tile.summed) == (256, 32, 32, 32, True)
+    assert tile.dq_part(128) == (32, 32), "of 64 queries by 128 columns an eighth"
+    own = Sm80BwdTile(64, num_warps=4, step=32, query_n=32, query_m=64)
+    assert (own.num_threads, own.keys, own.queries, own.at_once) == (128, 32, 64, 32)
+    assert (own.summed, own.query_threads) == (False, 128)
+    assert tile.num_threads * tile.registers[0] <= SM86.registers
+
+
 def test_shared_memory_and_workspace_of_the_backward():
     traits = Traits(BWD, "bf16", 128, 128)
-    tile = Sm80BwdTile(32)
-    assert tile.smem_bytes(traits) == 2 * (128 + 2 * 32) * 256 <= SM86.smem_bytes
-    assert tile.num_threads == 32 * 128 // 16 and tile.num_threads * tile.registers[0] <= SM86.registers
-    assert tile.workspace_floats(256, 128) == 512
-    assert ROW_PAD % tile.tile_n == ROW_PAD % tile.tile_m == 0, "a tile would straddle the statistics of two heads"
-    with pytest.raises(ValueError, match="131,072 B of shared memory; sm86 has 101,376"):
-        Sm80BwdTile(64).check(SM86, traits)
+    tile = Sm80BwdTile(64, split=2)
+    operands, statistics, scores = 2 * (128 + 2 * 64) * 256, 2 * 64 * 8, 2 * 128 * 64
+    assert tile.smem_bytes(traits) == operands + statistics + 2 * scores
+    assert replace(tile, late=True).smem_bytes(traits) == operands + statistics + 3 * scores, "dS in two stages"
+    assert Sm80BwdTile(64).smem_bytes(traits) == operands + statistics + scores, "P is nobody else's"
+    assert Sm80BwdTile(64, query_n=32).smem_bytes(traits) == operands + statistics
+    assert Sm80BwdTile(32, 64, query_n=128, num_warps=4).smem_bytes(traits) == 2 * (128 + 2 * 128) * 256
+    assert tile.workspace_floats(256, 128) == 256 * (2 + 128)
+    assert replace(tile, query_n=32).workspace_floats(256, 128) == 512
+    assert all(ROW_PAD % n == 0 for n in (32, 64, 128)), "a tile would straddle the statistics of two heads"
+    with pytest.raises(ValueError, match="164,864 B of shared memory; sm86 has 101,376"):
+        tile.check(SM86, traits)
     with pytest.raises(ValueError, match="copied in rounds of 64 rows"):
         Sm80BwdTile(32).check(SM86, Traits(BWD, "bf16", 96, 96))
+    with pytest.raises(ValueError, match="no 2 equal parts of columns"):
+        Sm80BwdTile(64, num_warps=4, split=2).check(SM90, Traits(BWD, "bf16", 96, 96))
+    with pytest.raises(ValueError, match="dQ of 96 columns has no 8 equal parts"):
+        Sm80BwdTile(64).check(SM90, Traits(BWD, "bf16", 96, 96))
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_every_arch_has_a_backward_tile_that_fits(arch):
-    there = sm80.BACKWARD.on(arch.capability)
-    assert there.arch is arch and there.headdims == sm80.BACKWARD.headdims
-    for row in there.tiles:
-        row.tile.check(arch, Traits(BWD, "bf16", *row.dims))
+    there, reached = sm80.BACKWARD.on(arch.capability), set()
+    assert there.arch is arch and set(there.headdims) <= set(sm80.BACKWARD.headdims)
+    words = itertools.product(there.headdims, sorted(there.dtypes), there.masks, (False, True))
+    for dims, dtype, mask, deterministic in words:
+        traits = Traits(BWD, dtype, *dims, mask, deterministic=deterministic)
+        row, *_ = there.tiles.rows_for(traits)
+        row.tile.check(arch, traits)
+        assert not (deterministic and row.tile.summed)
+        reached.add(row)
+    assert reached == set(there.tiles)
 
 
 def test_a_backward_launch_gets_its_operands(monkeypatch):

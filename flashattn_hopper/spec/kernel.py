@@ -66,7 +66,8 @@ class KernelSpec:
             return f"it computes {self.phase}, not {traits.phase}"
         if backend not in ("auto", self.backend):
             return f"backend={backend!r} was asked for"
-        if self.on(capability) is None:
+        here = self.on(capability)
+        if here is None:
             archs = [device_word(arch.capability) for arch in (self.arch, *(arch for arch, _ in self.ports))]
             return f"needs {'one of ' * (len(archs) > 1)}{', '.join(archs)}, the tensors are on {device}"
         if self.on_request and backend == "auto":
@@ -80,12 +81,12 @@ class KernelSpec:
         missing = traits.features - self.features
         if missing:
             return f"no {', '.join(sorted(missing))}"
-        if self.headdims is not None:
+        if here.headdims is not None:
             asked = f"headdim {traits.headdim}, headdim_v {traits.headdim_v}"
             if traits.headdim % self.multiple or traits.headdim_v % self.multiple:
                 return f"{asked}: both must be multiples of {self.multiple}"
-            if self.padded(traits) is None:
-                top = max(self.headdims)
+            if here.padded(traits) is None:
+                top = max(here.headdims)
                 return f"{asked}: at most {top[0]} and {top[1]}"
         return None
 

@@ -294,51 +294,133 @@ class Sm80FwdTile:
 
 @dataclass(frozen=True)
 class Sm80BwdTile:
-    """One way to cut the Ampere backward: tile_n keys stay, tiles of tile_m queries stream by in two stages; for dQ,
-    which has a kernel of its own, tile_n queries stay and tiles of tile_m keys stream by. A warp for each 16 rows that
-    stay.
+    """One way to cut the Ampere backward: tile_n keys stay, tiles of tile_m queries stream by in two stages.
+
+    `split`: warps that share keys, of which each then has the scores of its part of the queries, and its part of the
+    columns of dK and dV. `step`: queries of its part that a warp works on at once; None is all of them.
+    `query_n`: None sums dQ in float32 global memory; a number gives dQ a kernel of its own, query_m queries by query_n
+    keys with a warp for each 16 queries, which costs two more products and repeats bit by bit.
+    Of sums: `late`, dQ of a tile is computed in the next one, which takes a second stage for dS and saves a barrier;
+    `staggered`, then one half of the warps computes it before the scores of that tile and the other after them;
+    `vector`, four sums in one instruction, for archs since Hopper.
     """
 
     tile_m: int
     tile_n: int = 128
+    num_warps: int = 8
+    split: int = 1
+    step: int | None = None
+    query_n: int | None = None
+    query_m: int = 128
+    late: bool = False
+    staggered: bool = False
+    vector: bool = False
     wanted: str = "all"  # as in BwdTile
 
     kv_stages = 1  # one thread block for each tile that stays
 
     def __post_init__(self):
-        if self.wanted not in ("all", "dq", "dkdv"):
-            raise ValueError(f"Sm80BwdTile: wanted={self.wanted!r}; allowed: 'all', 'dq' or 'dkdv'")
-        for field, allowed in (("tile_m", (16, 32, 64, 128)), ("tile_n", (64, 128))):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"Sm80BwdTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
+        for field, allowed in (
+            ("tile_m", (32, 64, 128)),
+            ("tile_n", (64, 128)),
+            ("num_warps", (4, 8)),
+            ("split", (1, 2, 4)),
+            ("query_n", (None, 32, 64, 128)),
+            ("query_m", (64, 128)),
+            ("wanted", ("all", "dq", "dkdv")),
+        ):
+            self._require(getattr(self, field) in allowed, field, f"one of {allowed}")
+        self._require(self.keys % 16 == 0, "split", "16 keys or more for a warp")
+        self._require(self.at_once % 16 == 0 and self.queries % self.at_once == 0, "step", "a divisor, at least 16")
+        if self.summed:
+            self._require(self.wanted == "all", "wanted", "'all', and with a query_n 'dq' or 'dkdv'")
+        else:
+            self._require(not self.late and not self.vector, "query_n", "None with late or vector")
+        self._require(self.late or not self.staggered, "staggered", "only with late")
+
+    def _require(self, ok, field, allowed):
+        if not ok:
+            raise ValueError(f"Sm80BwdTile: {field}={getattr(self, field)!r}; allowed: {allowed}")
 
     @property
-    def query_n(self) -> int:
-        return self.tile_m
+    def summed(self) -> bool:
+        return self.query_n is None
+
+    @property
+    def keys(self) -> int:
+        """Keys of a warp: of its dK and dV, and of its scores."""
+        return self.tile_n * self.split // self.num_warps
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile that a warp has scores of."""
+        return self.tile_m // self.split
+
+    @property
+    def at_once(self) -> int:
+        return self.step or self.queries
+
+    @property
+    def score_stages(self) -> tuple[int, int]:
+        """Tiles of P and of dS in shared memory: P for those who share keys, dS for them and for sums of dQ."""
+        shared = int(self.split > 1)
+        return shared, max(shared, self.summed * (1 + self.late))
+
+    def dq_part(self, headdim: int) -> tuple[int, int]:
+        """(queries, columns) of a summed dQ that a warp computes: of equal parts those that read least."""
+        size = self.tile_m * headdim // self.num_warps
+        whole = lambda m, n: m * n == size and n % 16 == 0 and headdim % n == 0 and _in_units(n, headdim)
+        parts = [(m, size // m) for m in (16, 32, 64, 128) if m <= self.tile_m and whole(m, size // m)]
+        if not parts:
+            raise ValueError(f"{self}: dQ of {headdim} columns has no {self.num_warps} equal parts")
+        return min(parts, key=sum)
 
     @property
     def num_threads(self) -> int:
-        return 2 * self.tile_n
+        return 32 * self.num_warps
+
+    @property
+    def query_threads(self) -> int:
+        """Of the kernel for dQ."""
+        return 2 * self.query_m
 
     @property
     def registers(self) -> tuple[int]:
         return (255,)
 
     def smem_bytes(self, traits: Traits) -> int:
-        """K and V, and Q and dO in two stages; or the other way round."""
-        return BYTES[traits.dtype] * (self.tile_n + 2 * self.tile_m) * (traits.headdim + traits.headdim_v)
+        """Of the larger kernel: K and V, Q, dO, lse and delta in two stages, P and dS; or Q and dO, K and V in two
+        stages."""
+        widths = traits.headdim + traits.headdim_v
+        scores = self.tile_n * self.tile_m * sum(self.score_stages)
+        keys = 2 * ((self.tile_n + 2 * self.tile_m) * widths + scores) + 16 * self.tile_m
+        queries = 0 if self.summed else 2 * (self.query_m + 2 * self.query_n) * widths
+        return -(-max(keys, queries) // 1024) * 1024
 
     def workspace_floats(self, rows: int, headdim: int) -> int:
-        """For each of `rows` padded query rows: lse and delta."""
-        return 2 * rows
+        """For each of `rows` padded query rows: lse and delta, and dQ where it is summed in memory."""
+        return rows * (2 + (headdim if self.summed else 0))
 
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""
         check_smem(self, arch, traits)
         for width in (traits.headdim, traits.headdim_v):
-            rows = 8 * self.num_threads // copy_unit(width)
-            if width % 32 or self.tile_m % rows or self.tile_n % rows:
-                raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows, 32 columns at a time")
+            copied = [(self.num_threads, (self.tile_m, self.tile_n))]
+            copied += [] if self.summed else [(self.query_threads, (self.query_m, self.query_n))]
+            for threads, tiles in copied:
+                rows = 8 * threads // copy_unit(width)
+                if width % 32 or any(tile % rows for tile in tiles):
+                    raise ValueError(f"{self}: {traits.slug} is copied in rounds of {rows} rows, 32 columns at a time")
+            if width % self.split or not _in_units(width // self.split, width):
+                raise ValueError(f"{self}: {traits.slug} has no {self.split} equal parts of columns")
+        if self.summed:
+            self.dq_part(traits.headdim)
+
+
+def _in_units(part: int, width: int) -> bool:
+    """Whether parts of so many columns are whole copy units, or whole parts of one."""
+    unit = copy_unit(width)
+    return not (part % unit and unit % part)
 
 
 def copy_unit(width: int) -> int:

@@ -48,6 +48,10 @@ class Swizzled:
         key = row % 8 if self.unit == 64 else row // 2 % 4
         return row * self.row_bytes + (chunk ^ key) * 16
 
+    def place(self, row, column):
+        """The same to the chunk that begins at `column`, in any unit."""
+        return self.chunk(row, column % self.unit // CHUNK) + column // self.unit * self.unit_bytes
+
     def stage(self, index):
         return self.base + index * self.stage_bytes
 
@@ -74,12 +78,33 @@ class Reader:
         return self.tile.stage(index) + self.lane
 
 
-def rows_first(tile, lane, row=0):
+@dataclass(frozen=True)
+class WarpReader(Reader):
+    """The same, with what a warp's lanes have in common apart from the lane: it is added in the load itself.
+
+    That takes fewer registers where a warp has many Readers.
+    """
+
+    warp: Int32 = 0  # bytes to where the warp begins, a multiple of row_bytes
+
+    def block(self, start, row, column):
+        t = self.tile
+        unit, within = divmod(column, t.unit)
+        start = start + (row * t.row_bytes + unit * t.unit_bytes)
+        return ldmatrix((self.lane ^ (2 * within)) + start, self.transpose)
+
+    def start(self, index):
+        return self.tile.stage(index) + self.warp
+
+
+def rows_first(tile, lane, row=0, column=0):
     """Words in the order (row, column) (0, 0), (8, 0), (0, 8), (8, 8): an A operand as it is stored, or two B operands
-    from rows that are their k (transposed)."""
-    return tile.chunk(row + lane % 16, lane // 16)
+    from rows that are their k (transposed). `column`: 0, or a multiple of the width that is read, which divides a unit
+    or is a multiple of it."""
+    return tile.place(row + lane % 16, column + lane // 16 * CHUNK)
 
 
-def columns_first(tile, lane):
-    """Words in the order (0, 0), (0, 8), (8, 0), (8, 8): two B operands from rows that are their n."""
-    return tile.chunk(lane % 8 + lane // 16 * 8, lane // 8 % 2)
+def columns_first(tile, lane, row=0, column=0):
+    """Words in the order (0, 0), (0, 8), (8, 0), (8, 8): two B operands from rows that are their n, or an A operand
+    from rows that are its k (transposed)."""
+    return tile.place(row + lane % 8 + lane // 16 * 8, column + lane // 8 % 2 * CHUNK)

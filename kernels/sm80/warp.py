@@ -6,7 +6,7 @@ and packed, four words of two such fours are the A operand of the next product.
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -62,6 +62,22 @@ def accumulate(dtype, acc, column8, a, b):
     at = range(4 * column8, 4 * column8 + 4)
     for i, value in zip(at, mma(dtype, [acc[i] for i in at], a, b)):
         acc[i] = value
+
+
+def add_to_memory(address, values, vector):
+    """Add four floats to global memory, without waiting for it: neighbours where `vector` (archs since Hopper),
+    otherwise 128 bytes apart, so that the lanes of a warp are neighbours."""
+    add = "red.relaxed.gpu.global.add"
+    scalar = "".join(f"{add}.f32 [$0 + {128 * i}], ${i + 1}; " for i in range(4))
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(), *[Float32(v).ir_value() for v in values]],
+        f"{add}.v4.f32 [$0], {{$1, $2, $3, $4}};" if vector else scalar,
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
 
 
 def any_of(flag):
