@@ -98,8 +98,11 @@ def devices(spec: KernelSpec) -> str:
 def dims(spec: KernelSpec) -> str:
     if spec.headdims is None:
         return "any"
-    top = max(spec.headdims)
-    return f"multiples of {spec.multiple} up to {top[0]}, {top[1]}"
+    tops = {max(tiles.headdims): [] for tiles in tables(spec)}
+    for tiles, archs in tables(spec).items():
+        tops[max(tiles.headdims)] += [arch.target for arch in archs]
+    limit = lambda top, archs: "{}, {}".format(*top) + f" ({', '.join(archs)})" * (len(tops) > 1)
+    return f"multiples of {spec.multiple} up to {' or '.join(limit(*each) for each in tops.items())}"
 
 
 def missing():
@@ -171,6 +174,7 @@ def padding(spec: KernelSpec) -> list[list[str]]:
     return lines
 
 
+DQ_OF = ("its own kernel", "summed", "summed, late", "summed, late and staggered")
 STAGED = {"own": "its own memory", "q": "the slab of Q", "v": "a stage of V"}
 TILE_COLUMNS: dict[type, dict[str, Callable]] = {
     FwdTile: {
@@ -179,7 +183,10 @@ TILE_COLUMNS: dict[type, dict[str, Callable]] = {
         "O staged in": lambda tile: STAGED[tile.output],
     },
     BwdTile: {"consumer warpgroups": lambda tile: str(tile.num_consumers)},
-    Sm80BwdTile: {},
+    Sm80BwdTile: {
+        "warps that share keys": lambda tile: str(tile.split),
+        "dQ": lambda tile: DQ_OF[tile.summed + tile.late + tile.staggered],
+    },
     Sm80FwdTile: {
         "stages": lambda tile: str(tile.num_stages),
         "queries of a warp": lambda tile: str(16 * tile.atoms),

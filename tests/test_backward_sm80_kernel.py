@@ -80,9 +80,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "arch, mask, deterministic, headdim", CASES, ids=lambda x: getattr(x, "name", None) or str(x)
-)
+@pytest.mark.parametrize("arch, mask, deterministic, headdim", CASES, ids=lambda x: getattr(x, "name", None) or str(x))
 def test_gradients(arch, mask, deterministic, headdim):
     """Ragged lengths, two query heads of one head of K and V."""
     torch.manual_seed(0)

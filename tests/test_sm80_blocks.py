@@ -11,6 +11,7 @@ import types
 import numpy as np
 import pytest
 
+from flashattn_hopper.kernels.sm80.specs import BACKWARD
 from flashattn_hopper.spec.mask import Band, PythonArith, Seqlens
 from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.spec.tile import Sm80BwdTile, Sm80FwdTile
@@ -365,18 +366,12 @@ class Stored:
         return types.SimpleNamespace(stage=stage, store=store)
 
 
-# Every way to cut it: warps that share keys or not, dQ of its own kernel, summed at once, late, or staggered.
+# Every tile of the tables, and what none of them has: dQ summed at once by warps that share nothing, or in two stages.
+TABLES = (BACKWARD.tiles, *(tiles for _, tiles in BACKWARD.ports))
 KEY_TILES = [
-    (64, Sm80BwdTile(32, 64, num_warps=4, query_n=32, query_m=64)),
-    (64, Sm80BwdTile(64, query_n=64)),
-    (64, Sm80BwdTile(64, num_warps=4, step=32, late=True, vector=True)),
+    *dict.fromkeys((row.headdim, row.tile) for table in TABLES for row in table),
+    (128, Sm80BwdTile(64)),
     (64, Sm80BwdTile(128, split=2)),
-    (128, Sm80BwdTile(64, split=2, query_n=32)),
-    (128, Sm80BwdTile(64, split=2, vector=True)),
-    (128, Sm80BwdTile(64, split=2, late=True, staggered=True)),
-    (128, Sm80BwdTile(64, late=True)),
-    (128, Sm80BwdTile(32, 64, split=2)),
-    (256, Sm80BwdTile(64, 64, split=4, late=True)),
 ]
 
 

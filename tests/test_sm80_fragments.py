@@ -180,10 +180,13 @@ def test_products_of_a_tile(memory, dims, tile):
             assert (matrix(atom.O, dims[1]) == expected @ V).all()
 
 
-BACKWARD_ROWS = [row for _, table in ((None, specs.BACKWARD.tiles), *specs.BACKWARD.ports) for row in table]
+BACKWARD_ROWS = [
+    row for table in (specs.BACKWARD.tiles, *(tiles for _, tiles in specs.BACKWARD.ports)) for row in table
+]
+OWN_QUERIES = dict.fromkeys((row.dims, row.tile) for row in BACKWARD_ROWS if row.tile.query_n)
 
 
-@pytest.mark.parametrize("dims, tile", dict.fromkeys((r.dims, r.tile) for r in BACKWARD_ROWS if r.tile.query_n), ids=str)
+@pytest.mark.parametrize("dims, tile", OWN_QUERIES, ids=str)
 def test_products_of_the_backward(memory, dims, tile):
     """S and dP of queries that stay, and what dS adds to dQ in the kernel for it alone."""
     rng = np.random.default_rng(0)

@@ -5,7 +5,7 @@ All copy and all multiply; the products of a warp are in key_products.py. A tile
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from flashattn_hopper.spec.mask import Seqlens
@@ -135,7 +135,7 @@ class KeyGradient:
             self.store(parts, tile, address, x, n_block, kv_head, batch)
 
     def store(self, parts, tile, address, x, n_block, head, batch):
-        """A warp's keys and columns, by way of a part of its own of the memory of `tile`, which nobody reads any more."""
+        """A warp's keys and columns, by way of its own part of the memory of `tile`, which nobody reads any more."""
         t, warp = self.tile, self.where(thread_again())
         _, seqlen, heads, width = x.shape
         columns = tile.width // t.split

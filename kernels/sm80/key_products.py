@@ -3,8 +3,8 @@
 Neighbouring warps form a team of `split` that shares keys:
 
     some      S^T = K Q^T, dP^T = V dO^T of the team's keys, each warp for its part of the queries -> P^T, dS^T
-    add       dV += P^T dO, dK += dS^T Q of the team's keys, each warp its part of the columns: over the queries that are
-              its own, P^T and dS^T from registers
+    add       dV += P^T dO, dK += dS^T Q of the team's keys, each warp its part of the columns: over the queries that
+              are its own, P^T and dS^T from registers
     others    the same over the queries of the rest of the team, by way of shared memory
     query     dQ = dS K of a part of the tile, from the dS^T of every warp, added to memory
 """
@@ -137,8 +137,8 @@ class KeyProducts:
 
     @cute.jit
     def step(self, stats, scale_log2, edge, m, slot, place, before, follows):
-        """A tile. `stats`: shared address of (lse, delta) of this lane's first query. `place`: padded row of all heads that
-        the tile begins with, `before` that of the tile whose dQ `follows` late."""
+        """A tile. `stats`: shared address of (lse, delta) of this lane's first query. `place`: padded row of all heads
+        that the tile begins with, `before` that of the tile whose dQ `follows` late."""
         t = self.tile
         stage = slot if const_expr(t.late) else 0
         own = stats, scale_log2, edge, m, slot, stage
