@@ -51,6 +51,7 @@ DETERMINISTIC_128 = Row(128, Sm80BwdTile(32, query_n=32), deterministic=(True,))
 DETERMINISTIC_256 = Row(256, Sm80BwdTile(64, 64, split=4, query_n=32), deterministic=(True,))
 # Five products, dQ summed in memory, by what was measured on an H200 (docs/kernels/sm80_backward.md). For 227 KiB:
 LATE_96 = Row(96, Sm80BwdTile(64, 64, num_warps=4, late=True, vector=True), deterministic=(False,))
+STAGGERED_64 = Sm80BwdTile(128, split=2, late=True, staggered=True, vector=True)
 LATE_128 = Sm80BwdTile(64, split=2, late=True, vector=True)
 LARGEST = (
     LATE_96,
@@ -61,14 +62,17 @@ LARGEST = (
     DETERMINISTIC_256,
 )
 BACKWARD_HOPPER = TileTable(
+    # The second tile is faster; without a mask it spills.
+    Row(64, STAGGERED_64, masks=("full",), deterministic=(False,)),
     Row(64, Sm80BwdTile(64, num_warps=4, step=32, late=True, vector=True), deterministic=(False,)),
     *LARGEST,
+    replace(DETERMINISTIC_128, masks=("window",)),
     Row(128, Sm80BwdTile(64, split=2, query_n=32), deterministic=(True,)),
 )
 # For Blackwell the compiler spills with all columns of 32 keys in a warp, and in dQ's own order with tiles of 64.
 BACKWARD_LARGEST = TileTable(
     Row(64, LATE_128, masks=("window",), deterministic=(False,)),
-    Row(64, Sm80BwdTile(128, split=2, late=True, staggered=True, vector=True), deterministic=(False,)),
+    Row(64, STAGGERED_64, deterministic=(False,)),
     *LARGEST,
     DETERMINISTIC_128,
 )
