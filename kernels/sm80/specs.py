@@ -42,6 +42,7 @@ FORWARD = KernelSpec(
     entry="flashattn_hopper.kernels.sm80.forward:Forward",
 )
 
+WIDE, MASKED = ("full", "causal"), ("causal", "window")
 # For a deterministic dQ, which has a kernel of its own.
 DETERMINISTIC = (
     Row(64, Sm80BwdTile(64, split=2, query_n=64), deterministic=(True,)),
@@ -56,7 +57,7 @@ LATE_128 = Sm80BwdTile(64, split=2, late=True, vector=True)
 LARGEST = (
     LATE_96,
     Row(128, LATE_128, masks=("window",), deterministic=(False,)),  # staggered it spills
-    Row(128, replace(LATE_128, staggered=True), deterministic=(False,)),
+    Row(128, replace(LATE_128, staggered=True), masks=WIDE, deterministic=(False,)),
     Row(256, Sm80BwdTile(64, 64, split=4, late=True, staggered=True, vector=True), deterministic=(False,)),
     *DETERMINISTIC,
     DETERMINISTIC_256,
@@ -64,15 +65,14 @@ LARGEST = (
 BACKWARD_HOPPER = TileTable(
     # The second tile is faster; without a mask it spills.
     Row(64, STAGGERED_64, masks=("full",), deterministic=(False,)),
-    Row(64, Sm80BwdTile(64, num_warps=4, step=32, late=True, vector=True), deterministic=(False,)),
+    Row(64, Sm80BwdTile(64, num_warps=4, step=32, late=True, vector=True), masks=MASKED, deterministic=(False,)),
     *LARGEST,
-    replace(DETERMINISTIC_128, masks=("window",)),
     Row(128, Sm80BwdTile(64, split=2, query_n=32), deterministic=(True,)),
 )
 # For Blackwell the compiler spills with all columns of 32 keys in a warp, and in dQ's own order with tiles of 64.
 BACKWARD_LARGEST = TileTable(
     Row(64, LATE_128, masks=("window",), deterministic=(False,)),
-    Row(64, STAGGERED_64, deterministic=(False,)),
+    Row(64, STAGGERED_64, masks=WIDE, deterministic=(False,)),
     *LARGEST,
     DETERMINISTIC_128,
 )
