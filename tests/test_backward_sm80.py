@@ -126,17 +126,34 @@ def test_a_loss_on_lse_alone(headdim, mask):
 def test_layout(layout):
     """The same bits as from contiguous copies, for one operand at a time and for all four."""
     operands = inputs(2, (130, 259), (4, 2), (64, 64))[:4]
-    expected = gradients(*operands, causal=True)
+    expected = gradients(*operands, causal=True, deterministic=True)
     for chosen in ("qkvd", *"qkvd"):
         moved = [cases.LAYOUTS[layout](x) if name in chosen else x for name, x in zip("qkvd", operands)]
-        grads = gradients(*moved, causal=True)
+        grads = gradients(*moved, causal=True, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(grads, expected)), f"{chosen} {layout}"
 
 
 @each_mask
 @each_headdim
 def test_repeats_bit_by_bit(headdim, mask):
+    """dK and dV always, dQ where it was asked for."""
     operands = inputs(2, (700, 900), (8, 2), (headdim, headdim))
-    first = gradients(*operands, **mask)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(*operands, **mask), first))
+    for deterministic in (False, True):
+        first = gradients(*operands, deterministic=deterministic, **mask)[not deterministic :]
+        for _ in range(20):
+            again = gradients(*operands, deterministic=deterministic, **mask)[not deterministic :]
+            assert all(torch.equal(a, b) for a, b in zip(again, first))
+
+
+@pytest.mark.parametrize("needs", ["q", "kv", "k", "v"])
+@each_mask
+@each_headdim
+def test_what_nobody_needs_is_left_out(headdim, mask, needs):
+    """What is computed has the bits of the deterministic gradients, whose kernels run alone."""
+    *operands, dout, _ = inputs(1, (300, 270), (4, 2), (headdim, headdim))
+    expected = dict(zip("qkv", gradients(*operands, dout, deterministic=True, **mask)))
+    leaves = [x.detach().requires_grad_(name in needs) for name, x in zip("qkv", operands)]
+    out = hopper_attention(*leaves, backend=BACKEND, **mask)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    for name, grad in zip(needs, torch.autograd.grad(out, wanted, dout)):
+        assert torch.equal(grad, expected[name]), name
