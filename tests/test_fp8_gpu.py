@@ -256,8 +256,8 @@ def test_repeats_bit_by_bit():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-# By the quantizer: codes and scales of q, k and v, mean of k, logit_offset, workspace. By the forward: out, lse, and lse
-# of the scores that the codes give.
+# By the quantizer: codes and scales of q, k and v, mean of k, logit_offset, workspace. By the forward: out, lse, and
+# lse of the scores that the codes give.
 WRITTEN = 9 + 3
 
 
