@@ -47,6 +47,7 @@ def draw(runs: Sequence[Mapping], path: Path) -> None:
     from matplotlib.figure import Figure
 
     colors = {"hopper": plot.STYLES["ours"].color, "sdpa": plot.STYLES["cudnn"].color}
+    colors["hopper fp8"] = plot.STYLES["ours_int8"].color
     dashes = dict(zip(dict.fromkeys(run["config"]["seed"] for run in runs), ("-", "--", ":")))
     with matplotlib.rc_context(plot.RC):
         figure = Figure(figsize=(7, 4), layout="constrained")
@@ -54,7 +55,8 @@ def draw(runs: Sequence[Mapping], path: Path) -> None:
         axes = figure.add_subplot()
         for run in runs:
             config = run["config"]
-            style = {"color": colors[config["attention"]], "linestyle": dashes[config["seed"]]}
+            color = colors.get(f"{config['attention']} {config['precision']}", colors[config["attention"]])
+            style = {"color": color, "linestyle": dashes[config["seed"]]}
             axes.plot(range(1, len(run["losses"]) + 1), smooth(run["losses"]), linewidth=1, label=label(run), **style)
         config = runs[0]["config"]
         axes.set(xlabel=f"step, mean of the last {SMOOTH}", ylabel="training loss, nats per byte")

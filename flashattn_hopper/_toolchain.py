@@ -203,12 +203,17 @@ def _open_runtime(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def load(path: Path, symbol: str):
-    """The function `symbol` of a shared library. Raises whatever the loader raises."""
+def loader():
+    """What opens libraries of kernels; the first time it is imported, which takes longer than to open one."""
     import tvm_ffi
 
     _open_runtime(find().runtime)
-    return tvm_ffi.load_module(str(path))[symbol]
+    return tvm_ffi.load_module
+
+
+def load(path: Path, symbol: str):
+    """The function `symbol` of a shared library. Raises whatever the loader raises."""
+    return loader()(str(path))[symbol]
 
 
 def load_unkept(library: bytes, symbol: str):

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,6 +257,13 @@ def _load(cache, entry, spec, traits, arch) -> Callable | None:
             *(spec.name, traits.slug, arch.target, time.perf_counter() - start, path),
         )
     return function
+
+
+def get_ready() -> None:
+    """Where a bundle is named, import now what opens it: a first call is not to wait for that. Never fails."""
+    if _bundle.current() is not None:
+        with suppress(Exception):  # said where a kernel is asked for
+            _toolchain.loader()
 
 
 def _open(path, symbol) -> Callable | None:

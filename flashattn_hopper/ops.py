@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import runner
+from . import jit, runner
 from .arguments import problem_of, word_of
 from .ops_fp8 import BWD_FP8, FWD_FP8, SCALARS, dispatched_grads, formula, twice
 from .runner import Memo, Prepared
@@ -208,6 +208,8 @@ def register_sharding_rules() -> None:
 
 if "torch.distributed.tensor" in sys.modules:
     register_sharding_rules()
+
+jit.get_ready()
 
 
 # Cost

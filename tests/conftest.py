@@ -97,9 +97,12 @@ def accuracy():
 
 
 class Poison:
-    """What the runner's outputs are allocated from: NaN, with guard elements on both sides in the same allocation."""
+    """What the runner's outputs are allocated from: NaN, with guard elements on both sides in the same allocation.
 
-    GUARD, SIGN = 4096, 1.5
+    8-bit codes are bytes here: 0x7F is NaN in e4m3, and in int8 the largest code.
+    """
+
+    GUARD = 4096
 
     def __init__(self):
         self.buffers = []
@@ -112,11 +115,15 @@ class Poison:
         import torch
 
         size = torch.Size(shape).numel() + 2 * self.GUARD
-        buffer = torch.full((size,), float("nan"), dtype=dtype, device=device)
+        value, kind = (0x7F, torch.uint8) if dtype.itemsize == 1 else (float("nan"), dtype)
+        buffer = torch.full((size,), value, dtype=kind, device=device)
         for guard in self.guards(buffer):
-            guard.fill_(self.SIGN)
+            guard.fill_(self.sign(buffer))
         self.buffers.append(buffer)
-        return buffer[self.GUARD : -self.GUARD].view(shape)
+        return buffer[self.GUARD : -self.GUARD].view(dtype).view(shape)
+
+    def sign(self, buffer):
+        return 1.5 if buffer.is_floating_point() else 0x55
 
     def guards(self, buffer):
         return buffer[: self.GUARD], buffer[-self.GUARD :]
@@ -127,7 +134,7 @@ class Poison:
         assert len(buffers) == allocations, f"{len(buffers)} outputs were poisoned, expected {allocations}"
         for buffer in buffers:
             for side, guard in zip(("before", "behind"), self.guards(buffer)):
-                assert bool((guard == self.SIGN).all()), f"the kernel wrote {side} a {buffer.dtype} output"
+                assert bool((guard == self.sign(buffer)).all()), f"the kernel wrote {side} a {buffer.dtype} output"
 
 
 @pytest.fixture
@@ -141,4 +148,6 @@ def poison(monkeypatch):
     monkeypatch.setattr(api, "_calls", runner.Memo())
     for module in (ops, runner_fp8):
         monkeypatch.setattr(module, "_prepared", runner.Memo())
-    return poison
+    runner_fp8._allocators.cache_clear()
+    yield poison
+    runner_fp8._allocators.cache_clear()

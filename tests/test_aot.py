@@ -152,6 +152,24 @@ def child(folder, **environment):
 
 
 @needs_dsl
+@pytest.mark.parametrize("named", [True, False])
+def test_what_opens_a_bundle_is_imported_with_the_operators(built, tmp_path, named):
+    """So that a first call does not wait for it. Without a bundle the import stays light."""
+    code = "import sys, flashattn_hopper.ops; print('tvm_ffi' in sys.modules)"
+    environ = {name: value for name, value in os.environ.items() if name != "FLASHATTN_HOPPER_AOT"}
+    environ |= {"FLASHATTN_HOPPER_AOT": str(built)} if named else {}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
+    assert done.stdout.split() == [str(named)], done.stderr
+
+
+def test_a_bundle_without_the_loader_does_not_stop_the_import(built, tmp_path):
+    code = "import sys; sys.modules['tvm_ffi'] = None; import flashattn_hopper.ops; print('fine')"
+    environ = os.environ | {"FLASHATTN_HOPPER_AOT": str(built)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
+    assert done.stdout.split() == ["fine"], done.stderr
+
+
+@needs_dsl
 def test_a_fresh_process_compiles_nothing(bundle, tmp_path):
     done = child(bundle)
     assert done.returncode == 0, done.stderr

@@ -113,6 +113,7 @@ def check(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False):
     "dims, dtype, recipe",
     [
         ((64, 64), torch.float16, {"int8_qk": True}),
+        ((80, 80), torch.bfloat16, {}),
         ((96, 96), torch.bfloat16, {}),
         ((128, 128), torch.bfloat16, {}),
         ((128, 128), torch.float16, {"hadamard": False}),

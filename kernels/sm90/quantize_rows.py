@@ -113,7 +113,7 @@ class Rows:
     @property
     def early(self):
         """Columns of the last piece that are read before floats are parked over them."""
-        return 24 if self.parked else 0
+        return min(24, self.last) if self.parked else 0
 
     @property
     def pitch(self):
