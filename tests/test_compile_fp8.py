@@ -17,6 +17,8 @@ from .inspect_cubin import find_nvdisasm, inspect
 from .test_compile import check_main_kernel, check_no_spills, smem_of
 
 VARIANTS = cases.variants(sm90.FORWARD_FP8)
+# Out in FP16 is another conversion in the epilogue: compiled for one mask.
+INSPECTED = [variant for variant in VARIANTS if not variant[1].fp16_out or variant[1].mask == "causal"]
 # Exact head dimensions: the compiled ones, V narrower and wider, and what only the quantizer has as such.
 WIDTHS = (*sm90.FORWARD_FP8.headdims, (64, 256), (16, 16), (80, 80), (160, 96))
 RECIPES = ({"int8_qk": True}, {}, {"hadamard": False}, {"smooth_k": False}, {"hadamard": False, "smooth_k": False})
@@ -32,7 +34,7 @@ QUANTIZERS = [
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("variant", VARIANTS, ids=cases.variant_id)
+@pytest.mark.parametrize("variant", INSPECTED, ids=cases.variant_id)
 def test_machine_code(variant, monkeypatch):
     _, traits, tile, arch = variant
     shared = smem_of(monkeypatch)
