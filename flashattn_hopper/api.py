@@ -53,8 +53,8 @@ def hopper_attention(
         precision: what is computed in. "auto" is the dtype of q, k and v, which must be float16 or bfloat16, or the
             dtype of torch.autocast, which casts all three. "bf16", "fp16": inputs are cast to it. "fp32", "fp64":
             the same, on the reference only. "fp8": quantized by the defaults of `quantize_fp8` on every call, 8-bit
-            products; the gradient is that of the quantized attention, in the inputs' dtype. A CPU emulates it; CUDA
-            tensors need backend="reference", which does the same, or "sm90", the FP8 kernel.
+            products; the gradient is that of the quantized attention, in the inputs' dtype. A Hopper GPU has a kernel
+            for it, a CPU emulates it; other GPUs need backend="reference", which does the same.
         return_lse: also return the natural logarithm of the softmax denominator, float32 (float64 where computed in
             float64). It is differentiable.
         deterministic: results repeat bit by bit; torch.use_deterministic_algorithms(True) sets it too.
