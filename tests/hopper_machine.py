@@ -307,6 +307,8 @@ class _Warp(_Block):
             elif words[2] == "bulk" and words[-1].endswith("bytes"):
                 self.copy_bulk(operands, active)
             return
+        if "prefetch" in words:
+            return
         load = words[5] == "shared::cta"
         where, inside = operands[int(load)], operands[1 - int(load)]
         name, coordinates = re.match(r"\[(\S+), \{(.*)\}\]", where).groups()

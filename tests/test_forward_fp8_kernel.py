@@ -35,7 +35,7 @@ def ptx(traits, dynamic=False):
     """Text and tile of what the table compiles for long sequences."""
     tile = FORWARD_FP8.tiles.find(traits, 4096)
     if not dynamic:
-        tile = replace(tile, schedule="grid", q_stages=1)
+        tile = replace(tile, schedule="grid", q_stages=1, ahead=False)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
         return jit._compile(FORWARD_FP8, traits, tile, FORWARD_FP8.arch, options).__ptx__, tile

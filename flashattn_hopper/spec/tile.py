@@ -22,6 +22,7 @@ class FwdTile:
     `output`: where a warpgroup stages its 64 rows of O: in memory of their "own", in its slab of "q" (the next Q then
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
+    `ahead`: the first scores of a query tile are computed under the last product and the epilogue of the one before.
     Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
     the other, so that their accumulators share registers; `polynomial`, of every eight blocks of 16 keys those whose
     exponentials are polynomials in packed halves, because there are not enough units for all of them.
@@ -37,6 +38,7 @@ class FwdTile:
     value_columns: int | None = None
     serial: bool = False
     polynomial: int = 0
+    ahead: bool = False
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -50,6 +52,8 @@ class FwdTile:
         self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")
         self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which bars a prefetch")
         self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for 'grid': no next tile")
+        roomy = self.q_stages == 2 and self.output == "own" and not self.serial
+        self._require(roomy or not self.ahead, "ahead", "True only with q_stages=2, output='own' and not serial")
 
     def _require(self, ok, field, allowed):
         if not ok:
@@ -91,6 +95,9 @@ class FwdTile:
             )
         if self.polynomial and traits.dtype != "fp8":
             raise ValueError(f"{self}: polynomial is for fp8, whose codes are coarser; got {traits.slug}")
+        if self.ahead and (traits.mask == "window" or self.tile_m - 64 > self.tile_n):
+            # A skipped tile waits for its V, and a second one for memory that is given back after all of them.
+            raise ValueError(f"{self}: ahead lets a warpgroup skip one KV tile at most; not for {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 
@@ -106,16 +113,17 @@ class FwdTile:
                 live = tile_n // 2 + tile_n // 4 + traits.headdim_v // 2
                 if live + 30 > cls(tile_m, tile_n).registers[1]:
                     continue
-                for schedule, q_stages, output in (
-                    ("grid", 1, "q"),
-                    ("dynamic", 1, "q"),
-                    ("dynamic", 1, "v"),
-                    ("dynamic", 2, "v"),
-                    ("dynamic", 1, "own"),
-                    ("dynamic", 2, "own"),
+                for schedule, q_stages, output, ahead in (
+                    ("grid", 1, "q", False),
+                    ("dynamic", 1, "q", False),
+                    ("dynamic", 1, "v", False),
+                    ("dynamic", 2, "v", False),
+                    ("dynamic", 1, "own", False),
+                    ("dynamic", 2, "own", False),
+                    ("dynamic", 2, "own", True),
                 ):
                     try:
-                        tile = cls(tile_m, tile_n, schedule=schedule, q_stages=q_stages, output=output)
+                        tile = cls(tile_m, tile_n, 2, q_stages, output, schedule, ahead=ahead)
                         tile.check(arch, traits)
                     except ValueError:
                         continue
@@ -123,14 +131,16 @@ class FwdTile:
 
     @classmethod
     def _of_codes(cls, arch, traits):
-        for tile_m, tile_n, q_stages, ping_pong, columns, polynomial in product(
-            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128), (0, 2, 3, 4)
+        for tile_m, tile_n, q_stages, ping_pong, columns, polynomial, ahead in product(
+            (128, 192), (64, 128), (1, 2), (False, True), (False, None, 64, 96, 128), (0, 2, 3, 4), (False, True)
         ):
             serial = columns is not False
             value_columns = columns or None
-            if value_columns == traits.headdim_v:
+            if value_columns == traits.headdim_v or (ahead and (serial or q_stages == 1)):
                 continue
-            tile = cls(tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial, polynomial)
+            tile = cls(
+                tile_m, tile_n, 2, q_stages, "own", "dynamic", ping_pong, value_columns, serial, polynomial, ahead
+            )
             # A tile's own accumulator is beside the scores where its product runs under their exponentials.
             sums = (value_columns or traits.headdim_v) // 2
             live = max(tile_n // 2, sums) if serial else tile_n // 2 + sums

@@ -11,7 +11,6 @@ Each walks its own 64 rows: a KV tile that only another warpgroup sees is skippe
 docs/kernels/sm90_forward.md has the roofline, the steps and what each was worth.
 """
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,18 +26,18 @@ from cutlass.memory import SmemAllocator
 from flashattn_hopper.spec.mask import Seqlens
 from flashattn_hopper.spec.tile import WARPGROUP
 
-from ..common.convert import elements_of, to_half
+from ..common.convert import elements_of
 from ..common.mask import BandMask
 from ..common.operands import FwdOperands, ScaledOperands
 from ..common.scaled_softmax import ScaledSoftmax
 from ..common.schedule import ROUND, Board
-from ..common.softmax import CEILING, LN_2, LOG2_E, Softmax
+from ..common.softmax import CEILING, LOG2_E, Softmax
 from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
+from .epilogue import Epilogue
 from .mainloop import Asynchronous, Loads, Overlapped, Polling, Serial
 from .pipeline import (
-    EPILOGUE_BARRIER,
     NoTurns,
     PingPong,
     Ring,
@@ -48,9 +47,17 @@ from .pipeline import (
     round_barrier,
 )
 from .pv_operand import InPlace, Late, Promoted
-from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, one_stage, slices, stage_bytes, staged
 
 SCALE_KEYS = 128  # keys that share a scale in FP8
+
+# Up to so many query tiles for each head, the first of them fetches K and V into L2 for all of them: they start with
+# the same KV tiles, and resident blocks start with many heads at once, which two stages of loads do not hide.
+FETCHED_M_BLOCKS = 16
+
+# Where a key and its value have so many bytes, heads of so many query tiles are worked on in wide sections only.
+# Measured, as the one above: docs/kernels/sm90_forward.md.
+WIDE_BYTES, WIDE_M_BLOCKS = 1024, 64
 
 
 class Device(NamedTuple):
@@ -93,6 +100,14 @@ class Shared(NamedTuple):
     O: cute.Tensor
 
 
+class Chain(NamedTuple):
+    """What a query tile has from the one before, and leaves to the next one."""
+
+    S: cute.Tensor  # its first scores, on their way
+    i: Int32  # tiles of this round before it
+    before: Work  # the last one of them, whose O is to be sent
+
+
 class Slabs(NamedTuple):
     """A tile as one warpgroup cuts it, for Band.kv_tiles."""
 
@@ -109,6 +124,7 @@ class Forward:
         self.pv = InPlace if not self.fp8 else Promoted if tile.serial else Late
         self.hooks = Serial if tile.serial else Polling if self.fp8 else Overlapped
         self.dynamic = tile.schedule == "dynamic"
+        self.fetches = self.dynamic and traits.mask == "full" and traits.headdim <= 128
 
     def arguments(self):
         """Fake operands for the compiler. One compile serves every batch, length, head count and 16-byte stride."""
@@ -190,7 +206,8 @@ class Forward:
 
     def order(self, dev):
         bytes_per_key = self.elements.v.width // 8 * (self.headdim + self.headdim_v)
-        return order_of(self.traits.mask, self.extent(dev), bytes_per_key)
+        wide_from = WIDE_M_BLOCKS if bytes_per_key >= WIDE_BYTES else None
+        return order_of(self.traits.mask, self.extent(dev), bytes_per_key, wide_from)
 
     def segments(self, dev, m_block, tile):
         return self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith)
@@ -310,13 +327,19 @@ class Forward:
             work = order.work(linear)
             while linear < total:
                 i = Int32(0)
+                before, last = work, Int32(-1)
                 while linear < total and i < ROUND:
                     ticket = board.draw()
-                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False)
+                    behind = (before, last) if const_expr(t.ahead) else None
+                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False, behind)
+                    if const_expr(t.ahead):
+                        before, last = work, self.segments(dev, work.m_block, t).begin
                     following = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
                     work = order.work(following)
                     board.post(at, following, work, i, linear)
                     linear, i, at = following, i + 1, at.next()
+                if const_expr(t.ahead):
+                    self.loads(dev, rings, stores, smem, before, slot, slot_q).load_v(last, slot.before())
                 if any_of(Int32(0), t.num_consumers) != 0:
                     round_barrier(t.num_consumers)
                     for j in cutlass.range(i, unroll=1):
@@ -332,11 +355,11 @@ class Forward:
             if any_of(Int32(0), t.num_consumers) != 0:
                 slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, True)
 
-    @cute.jit
-    def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact):
+    def loads(self, dev, rings, stores, smem, work, slot, slot_q):
+        """The producer's hooks for a query tile."""
         t = self.tile
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
-        hooks = Loads(
+        return Loads(
             *rings,
             slices(dev.tma_q, smem.Q, dev.mQ, (SLAB, self.headdim), work.head, work.batch),
             slices(dev.tma_k, smem.K, dev.mK, (t.tile_n, self.headdim), kv_head, work.batch),
@@ -347,7 +370,19 @@ class Forward:
             work.m_block * t.num_consumers,
             slot_q.index if t.q_stages == 2 else slot_q.phase,
         )
-        slot = Walk(self.band(dev), exact).kv(self.segments(dev, work.m_block, t), hooks, slot)
+
+    @cute.jit
+    def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact, behind=None):
+        """`behind`: the work and the last KV tile of the query tile before, whose V is still to be loaded."""
+        hooks = self.loads(dev, rings, stores, smem, work, slot, slot_q)
+        if const_expr(self.fetches):
+            first = (work.m_block == 0) & (work.head % (dev.mQ.shape[2] // dev.mK.shape[2]) == 0)
+            leads = first & (self.extent(dev).m_blocks <= FETCHED_M_BLOCKS)
+            hooks = replace(hooks, leads=Int32(cutlass.select_(leads, Int32(1), Int32(0))))
+        if const_expr(behind is not None):
+            before, last = behind
+            hooks = replace(hooks, behind=self.loads(dev, rings, stores, smem, before, slot, slot_q), behind_n=last)
+        slot = Walk(self.band(dev), exact).kv(self.segments(dev, work.m_block, self.tile), hooks, slot)
         return slot, self.next_q(slot_q)
 
     # ---- role: consumer
@@ -372,44 +407,75 @@ class Forward:
             frees_q=t.output != "q",
             place=place,
         )
+        end = Epilogue(dev, smem, place, t.output, t.num_consumers, self.elements.o, self.headdim_v)
         hooks.turns.start()
         slot, slot_q, order, unread = first_slot(), first_slot(), self.order(dev), Int32(0)
         if const_expr(self.dynamic):
             linear, at, total = cute.arch.block_idx()[0], first_slot(), self.extent(dev).tiles()
             work = order.work(linear)
+            S = hooks.fragment() if const_expr(t.ahead) else None
             while linear < total:
                 i, bad = Int32(0), Int32(0)
+                before = work
+                if const_expr(t.ahead):
+                    slot = self.approach(dev, hooks, place, work, slot, slot_q, S, Int32(1))
                 while linear < total and i < ROUND:
+                    chain = Chain(S, i, before) if const_expr(t.ahead) else None
+                    before = work
                     slot, slot_q, unread, bad_i, following, work = self.consume_tile(
-                        dev, hooks, place, smem, stores, work, slot, slot_q, unread, False, board, at
+                        dev, hooks, place, end, stores, work, slot, slot_q, unread, False, board, at, chain
                     )
                     board.mark(i, linear, bad_i)
                     linear, bad, i, at = following, bad | bad_i, i + 1, at.next()
+                if const_expr(t.ahead):
+                    warpgroup.wait_group(0)  # what the last tile of a round computes ahead is of no tile
+                    end.send(end.slab, before)
                 if any_of(bad, t.num_consumers) != 0:
+                    end.await_sent()
                     round_barrier(t.num_consumers)
                     for j in cutlass.range(i, unroll=1):
                         again, linear_j = board.marked(j)
                         if again:
                             redo = order.work(linear_j)
                             slot, slot_q, unread, _, _, _ = self.consume_tile(
-                                dev, hooks, place, smem, stores, redo, slot, slot_q, unread, True
+                                dev, hooks, place, end, stores, redo, slot, slot_q, unread, True
                             )
                     round_barrier(t.num_consumers)
         else:
             work = order.work(cute.arch.block_idx()[0])
             slot, slot_q, unread, bad, _, _ = self.consume_tile(
-                dev, hooks, place, smem, stores, work, slot, slot_q, unread, False
+                dev, hooks, place, end, stores, work, slot, slot_q, unread, False
             )
             if any_of(bad, t.num_consumers) != 0:
+                end.await_sent()
                 slot, slot_q, unread, _, _, _ = self.consume_tile(
-                    dev, hooks, place, smem, stores, work, slot, slot_q, unread, True
+                    dev, hooks, place, end, stores, work, slot, slot_q, unread, True
                 )
         # The last store must have read its slab before the block gives its shared memory back.
         if place.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def consume_tile(self, dev, hooks, place, smem, stores, work, slot, slot_q, unread, exact, board=None, at=None):
+    def approach(self, dev, hooks, place, work, slot, slot_q, S, more):
+        """Issue the first scores of a query tile. Where there is none (`more` is 0) they are those of anything: a
+        branch around matrix instructions would make the compiler wait for each of them."""
+        t = self.tile
+        slab = Slot(slot_q.index * t.num_consumers + place.wg, slot_q.phase)
+        if more != 0:
+            if const_expr(self.traits.mask != "full"):
+                own = self.segments(dev, work.m_block * t.num_consumers + place.wg, Slabs(SLAB, t.tile_n))
+                block = self.segments(dev, work.m_block, t)
+                for _ in cutlass.range(block.end - own.end, unroll=1):
+                    slot = hooks.skip(slot)
+            hooks.ring_q.wait(slab)
+            hooks.ring_k.wait(slot)
+        replace(hooks, slab=slab).scores(slot, S)
+        return slot
+
+    @cute.jit
+    def consume_tile(
+        self, dev, hooks, place, end, stores, work, slot, slot_q, unread, exact, board=None, at=None, chain=None
+    ):
         """`unread`: 0, or 1 + the stage of V that holds O of the tile before, which its store may not have read yet."""
         t, band = self.tile, self.band(dev)
         row = work.m_block * t.tile_m + place.wg * SLAB + place.warp * 16 + place.lane // 4
@@ -421,10 +487,13 @@ class Forward:
         mask_first = Int32(1) if const_expr(exact) else Int32(cutlass.select_(partial, Int32(1), Int32(0)))
         softmax = self.scaled(dev, hooks.softmax, work, row)
         mine = replace(hooks, softmax=softmax, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin)
+        if const_expr(chain is not None):
+            mine = replace(mine, ahead=chain.S, begun=lambda: end.send_if(chain.i > 0, chain.before))
         if const_expr(t.output == "v"):
             mine = replace(mine, unread=stores + cutlass.max(unread - 1, 0))
         if const_expr(self.traits.mask == "full"):
             slot = Walk(band, exact).kv(own, replace(mine, pending=unread), slot)
+            ended = slot.before()
         else:
             block = self.segments(dev, work.m_block, t)
             if const_expr(t.output == "v"):
@@ -432,9 +501,11 @@ class Forward:
                 if block.end > own.end:
                     mine.give_back(unread)
                     unread = Int32(0)
-            for _ in cutlass.range(block.end - own.end, unroll=1):
-                slot = mine.skip(slot)
+            if const_expr(chain is None):
+                for _ in cutlass.range(block.end - own.end, unroll=1):
+                    slot = mine.skip(slot)
             slot = Walk(band, exact).kv(own, replace(mine, pending=unread), slot)
+            ended = slot.before()
             for _ in cutlass.range(own.begin - block.begin, unroll=1):
                 slot = mine.skip(slot)
         bad = mine.softmax.overflowed()
@@ -443,75 +514,11 @@ class Forward:
             following, after = board.look(at)
             board.done(at)
             after = Work(*after)
-        unread = self.store(dev, mine, smem, slot, work, row, place)
+        if const_expr(chain is not None):
+            more = (following < self.extent(dev).tiles()) & (chain.i + 1 < ROUND)
+            more = Int32(cutlass.select_(more, Int32(1), Int32(0)))
+            slot = self.approach(dev, hooks, place, after, slot, self.next_q(slot_q), chain.S, more)
+            end.await_slab()
+            mine.finish(ended)
+        unread = end.store(mine, slot, work, row, later=chain is not None)
         return slot, self.next_q(slot_q), unread, bad, following, after
-
-    @cute.jit
-    def store(self, dev, hooks, smem, slot, work, row, place):
-        """Epilogue of one warpgroup: O by TMA, lse directly. `slot` is the ring slot after the tile's last one.
-
-        Returns 1 + the stage of V from which the store reads, or 0.
-        """
-        t = self.tile
-        inverse, lse = hooks.softmax.finish(hooks.exact)
-        hooks.softmax.rescale(hooks.pv.O, inverse)
-        if dev.lse != 0:
-            seqlen_q, _, heads, _ = dev.mQ.shape
-            head_row = Int64(work.batch) * heads + work.head
-            mLSE = cute.make_tensor(at(Float32, dev.lse, 4) + head_row * seqlen_q, cute.make_layout(seqlen_q))
-            if place.lane % 4 == 0:
-                for r in cutlass.range_constexpr(2):
-                    if row + 8 * r < seqlen_q:
-                        mLSE[row + 8 * r] = lse[r]
-        if const_expr(self.fp8):
-            self.restore(dev, lse, work, row, place)
-        out = cute.make_rmem_tensor_like(hooks.pv.O, self.elements.o)
-        to_half(hooks.pv.O, out)
-        together = lambda: cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + place.wg, number_of_threads=WARPGROUP)
-        unread = Int32(0)
-        if const_expr(t.output == "own"):
-            # The previous store of this slab must have left shared memory before it is overwritten.
-            if place.warp == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            together()
-            sO = smem.O[None, None, place.wg]
-        elif const_expr(t.output == "q"):
-            # O takes the place of Q, which every warp of this warpgroup must have finished reading.
-            together()
-            sO = smem.O[None, None, place.wg]
-        else:
-            # The first warpgroup takes the stage of the last V but one, which is free earlier, the second the last one.
-            last = slot.before()
-            index = cutlass.select_(place.wg == 0, slot.index, last.index)
-            phase = cutlass.select_(place.wg == 0, slot.phase ^ 1, last.phase)
-            stage = cute.arch.make_warp_uniform(Int32(index))
-            unread = stage + 1
-            hooks.ring_v.wait_released(Slot(stage, Int32(phase)))
-            sO = cute.make_tensor(smem.V[None, None, stage].iterator, cute.slice_(dev.lay_o, (None, None, 0)).outer)
-        write_slab(out, sO, self.headdim_v, place)
-        together()
-        _, target, slab = slices(dev.tma_o, sO, dev.mO, (SLAB, self.headdim_v), work.head, work.batch)
-        if place.warp == 0:
-            cute.copy(dev.tma_o, slab, target[None, work.m_block * t.num_consumers + place.wg])
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(t.output == "q"):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                hooks.ring_q.release(hooks.slab)
-        return unread
-
-    @cute.jit
-    def restore(self, dev, lse, work, row, place):
-        """FP8: lse with what the mean of K took from the scores. Rows without keys keep -inf."""
-        _, _, _, offsets, restored = dev.scales
-        if restored != 0 and place.lane % 4 == 0:
-            seqlen_q, _, heads, _ = dev.mQ.shape
-            first = (Int64(work.batch) * heads + work.head) * seqlen_q * 4
-            floats = lambda address: cute.make_tensor(at(Float32, address + first, 4), cute.make_layout(seqlen_q))
-            source, target = floats(offsets), floats(restored)
-            for r in cutlass.range_constexpr(2):
-                if row + 8 * r < seqlen_q:
-                    value = lse[r]
-                    if offsets != 0:
-                        if value != -math.inf:
-                            value = value + source[row + 8 * r] * (dev.scale_log2 * LN_2)
-                    target[row + 8 * r] = value

@@ -32,7 +32,7 @@ from ..common.tensors import at, band_of
 from ..common.work import DeviceArith, Extent, InOrder, Place, again, kept, longest_first, thread_again
 from .key_products import AHEAD, Products
 from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
-from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, fence, one_stage, slices, stage_bytes, staged, write_slab
 
 
 class Work(NamedTuple):
@@ -463,3 +463,4 @@ class KeyGradient:
         out = cute.make_rmem_tensor_like(acc, self.dtype)
         to_half(acc, out)
         write_slab(out, slab, width, place)
+        fence()

@@ -17,6 +17,9 @@ from ..common.work import Place
 from .pipeline import Ring, Slot, arrive_after_stores
 from .pv_operand import InPlace, Promoted, gemm
 
+# KV tiles that are fetched into L2 before they are loaded, where all query tiles of a head start with the same one.
+FETCHED = 8
+
 
 def as_floats(S):
     """Scores as the softmax takes them: an int8 product is exact in int32, and in float32 up to 2^24."""
@@ -55,17 +58,36 @@ class Loads:
     slot_q: Slot
     first_slab: Int32
     item: Int32  # parity of the query tiles done before
+    behind: Any = None  # the Loads of the query tile before, whose last V comes after the first K and Q of this one
+    behind_n: Int32 | None = None  # its last KV tile; -1 where there is none
+    leads: Any = None  # whether this query tile fetches K and V of its head into L2 for those behind it
 
     def copy(self, what, block, stage, barrier):
         atom, src, dst = what
         cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier)
 
+    @cute.jit
     def begin(self, n, slot):
-        self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
+        if const_expr(self.behind is None):
+            self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
         for w in range(self.slabs):
             slab = Slot(self.slot_q.index * self.slabs + w, self.slot_q.phase)
             self.copy(self.copy_q, self.first_slab + w, slab.index, self.ring_q.acquire(slab))
+        if const_expr(self.behind is not None):
+            self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
+            if self.behind_n >= 0:
+                self.behind.load_v(self.behind_n, slot.before())
+        if const_expr(self.leads is not None):
+            self.fetch(n - 1, cutlass.min(n, FETCHED))
         return slot
+
+    @cute.jit
+    def fetch(self, n, count):
+        """K and V of `count` tiles from n down into L2."""
+        if self.leads != 0:
+            for i in cutlass.range(count, unroll=1):
+                for atom, src, _ in (self.copy_k, self.copy_v):
+                    cute.prefetch(atom, src[None, n - i])
 
     def load_v(self, n, slot):
         if self.stores is not None:
@@ -76,10 +98,13 @@ class Loads:
         following = slot.next()
         self.copy(self.copy_k, n, following.index, self.ring_k.acquire(following))
         self.load_v(n + 1, slot)
+        if self.leads is not None:
+            self.fetch(n - FETCHED, cutlass.min(cutlass.max(n - FETCHED + 1, 0), 1))
         return following
 
     def drain(self, n, slot):
-        self.load_v(n, slot)
+        if self.behind is None:
+            self.load_v(n, slot)
         return slot.next()
 
 
@@ -104,23 +129,31 @@ class Overlapped:
     mask: BandMask | None = None
     mask_first: Int32 | None = None  # whether the tile that begin takes needs the mask at all
     exact: bool = False  # second attempt
+    ahead: Any = None  # scores of the first KV tile, where they are computed under the epilogue of the tile before
+    begun: Any = None  # called when the first tile is done but for its product
     slab: Slot | None = None  # this warpgroup's 64 rows of Q
     last: Int32 | None = None  # KV tile that the walk ends with
     unread: Any = None  # barrier of the stage of V in which the previous tile's O was, until its store has read it
     pending: Int32 | None = None  # whether there is one
 
-    def scores(self, slot):
-        S = cute.make_rmem_tensor(self.shape_s, self.score)
+    def fragment(self):
+        return cute.make_rmem_tensor(self.shape_s, self.score)
+
+    def scores(self, slot, S=None):
+        S = self.fragment() if S is None else S
         gemm(self.mma_qk, S, self.rQ[None, None, None, self.slab.index], self.rK[None, None, None, slot.index], True)
         return S
+
+    def first_scores(self, slot):
+        self.ring_q.wait(self.slab)
+        self.ring_k.wait(slot)
+        return self.scores(slot)
 
     @cute.jit
     def begin(self, n, slot):
         self.softmax.reset()
         softmax = self.softmax.of_tile(n)
-        self.ring_q.wait(self.slab)
-        self.ring_k.wait(slot)
-        S = self.scores(slot)
+        S = self.first_scores(slot) if const_expr(self.ahead is None) else self.ahead
         if const_expr(self.unread is not None):
             self.give_back(self.pending)
         warpgroup.wait_group(0)
@@ -130,6 +163,8 @@ class Overlapped:
         if self.mask_first != 0:
             self.mask.apply(S, n)
         self.pv.start(softmax.first(S, self.exact))
+        if const_expr(self.begun is not None):
+            self.begun()
         return slot
 
     def step(self, n, slot, masked):
@@ -171,9 +206,15 @@ class Overlapped:
     def drain(self, n, slot):
         self.ring_v.wait(slot)
         self.pv.issue(slot)
-        warpgroup.wait_group(0)
-        self.pv.end(slot)
+        if self.ahead is None:
+            warpgroup.wait_group(0)
+            self.pv.end(slot)
         return slot.next()
+
+    def finish(self, slot):
+        """Where scores are computed ahead, after those of the next tile are issued: the last product of this tile."""
+        warpgroup.wait_group(1)
+        self.pv.end(slot)
 
     def skip(self, slot):
         """A KV tile that other warpgroups of the block see and this one does not."""

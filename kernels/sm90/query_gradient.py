@@ -29,7 +29,7 @@ from ..common.work import DeviceArith, Extent, HeadMap, Place, order_of
 from .forward import Slabs
 from .mainloop import gemm
 from .pipeline import EPILOGUE_BARRIER, PingPong, Ring, Slot, first_slot
-from .tensors import SLAB, one_stage, slices, stage_bytes, staged, write_slab
+from .tensors import SLAB, fence, one_stage, slices, stage_bytes, staged, write_slab
 
 CONSUMERS = 2
 TILE_M = SLAB * CONSUMERS
@@ -363,6 +363,7 @@ class QueryGradient:
         together()
         slab = smem.Q[None, None, place.wg]
         write_slab(out, slab, self.headdim, place)
+        fence()
         together()
         _, target, source = slices(dev.tma_dq, slab, dev.mdQ, (SLAB, self.headdim), work.head, work.batch)
         if place.warp == 0:

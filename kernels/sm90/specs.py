@@ -7,16 +7,20 @@ from flashattn_hopper.spec.tile import BwdTile, FwdTile, Row, TileTable
 
 # Q twice and O in memory of its own: the next query tile is loaded, and the last one stored, under the current one.
 ROOMY = {"schedule": "dynamic", "q_stages": 2, "output": "own"}
+# And the first scores of the next one are computed under the end of the current one.
+AHEAD = ROOMY | {"ahead": True}
 # Where headdim leaves no room for that, O is staged in V's stages.
 TIGHT = {"schedule": "dynamic", "output": "v"}
 
 FORWARD_TILES = TileTable(
     Row(64, FwdTile(192, 128, **ROOMY), masks=("full", "window")),
-    Row(64, FwdTile(192, 128, **ROOMY), masks=("causal",), min_seqlen=1025),
-    Row(64, FwdTile(128, 128, **ROOMY), masks=("causal",)),
-    Row(96, FwdTile(128, 128, **ROOMY)),
+    Row(64, FwdTile(192, 128, **AHEAD), masks=("causal",), min_seqlen=1025),
+    Row(64, FwdTile(128, 128, **AHEAD), masks=("causal",)),
+    Row(96, FwdTile(128, 128, **AHEAD), masks=("full", "causal")),
+    Row(96, FwdTile(128, 128, **ROOMY), masks=("window",)),
     Row(128, FwdTile(192, 80, schedule="dynamic", output="own"), masks=("full",), min_seqlen=8192),
-    Row(128, FwdTile(128, 128, **ROOMY)),
+    Row(128, FwdTile(128, 128, **AHEAD), masks=("full", "causal")),
+    Row(128, FwdTile(128, 128, **ROOMY), masks=("window",)),
     Row((192, 128), FwdTile(128, 128, **TIGHT)),
     Row(192, FwdTile(128, 112, **TIGHT)),
     Row(256, FwdTile(128, 80, **TIGHT), min_seqlen=1024),
@@ -45,10 +49,10 @@ ONE_BY_ONE = {"serial": True, "ping_pong": False}
 FP8_TILES = TileTable(
     Row(64, FwdTile(192, 128, **ROOMY, **ONE_BY_ONE, polynomial=4), FP8, masks=("full", "window")),
     Row(64, FwdTile(192, 128, **ROOMY, **ONE_BY_ONE, polynomial=4), FP8, masks=("causal",), min_seqlen=1025),
-    Row(64, FwdTile(128, 128, **ROOMY, polynomial=4), FP8, masks=("causal",)),
+    Row(64, FwdTile(128, 128, **AHEAD, polynomial=4), FP8, masks=("causal",)),
     Row(96, FwdTile(128, 128, **ROOMY, polynomial=2), FP8),
-    Row(128, FwdTile(128, 128, **ROOMY, polynomial=3), FP8, masks=("full", "causal"), int8_qk=(False,)),
-    Row(128, FwdTile(128, 128, **ROOMY, polynomial=2), FP8, masks=("full", "causal"), int8_qk=(True,)),
+    Row(128, FwdTile(128, 128, **AHEAD, polynomial=3), FP8, masks=("full", "causal"), int8_qk=(False,)),
+    Row(128, FwdTile(128, 128, **AHEAD, polynomial=2), FP8, masks=("full", "causal"), int8_qk=(True,)),
     Row(128, FwdTile(128, 128, **ROOMY, **ONE_BY_ONE, polynomial=2), FP8, masks=("window",)),
     Row((192, 128), FwdTile(128, 128, **ROOMY, polynomial=2), FP8, masks=("full", "causal")),
     Row((192, 128), FwdTile(128, 128, **ROOMY, **ONE_BY_ONE, polynomial=2), FP8, masks=("window",)),

@@ -36,7 +36,7 @@ def slices(atom, shared, tensor, tile, head, batch, column=0, row=None):
 
 
 def write_slab(values, slab, width, place):
-    """A warpgroup's 16-bit accumulator fragment into its slab (64, width), visible to TMA after a barrier."""
+    """A warpgroup's 16-bit accumulator fragment into its slab (64, width). TMA sees it after `fence` and a barrier."""
     dtype = values.element_type
     atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
     view = hopper.make_trivial_tiled_mma(  # one warpgroup's view, so each addresses its own slab
@@ -44,4 +44,8 @@ def write_slab(values, slab, width, place):
     )
     thr = cute.make_tiled_copy_C(atom, view).get_slice(place.warp * 32 + place.lane)
     cute.copy(atom, thr.retile(values), thr.partition_D(slab))
+
+
+def fence():
+    """What this thread has written to shared memory is there for TMA."""
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -78,6 +78,18 @@ def test_a_tile_that_does_not_fit_says_what_it_needs():
         FwdTile(128, 64).check(SM90, Traits(FWD, "bf16", 64, 128))
 
 
+def test_scores_ahead_need_room_and_one_skipped_tile_at_most():
+    """A second one would wait for memory that its own warpgroup gives back later."""
+    room = {"schedule": "dynamic", "q_stages": 2, "output": "own", "ahead": True}
+    for missing in ({"q_stages": 1}, {"output": "v"}, {"serial": True}):
+        with pytest.raises(ValueError, match="ahead=True; allowed: True only with"):
+            FwdTile(128, 128, **room | missing)
+    FwdTile(192, 128, **room).check(SM90, Traits(FWD, "bf16", 64, 64, "causal"))
+    for tile, mask in ((FwdTile(128, 128, **room), "window"), (FwdTile(192, 64, **room), "causal")):
+        with pytest.raises(ValueError, match="lets a warpgroup skip"):
+            tile.check(SM90, Traits(FWD, "bf16", 64, 64, mask))
+
+
 @pytest.mark.parametrize("dims", ((64, 64), (128, 128), (192, 128), (256, 256)), ids=str)
 def test_candidates_fit_and_include_the_table(dims):
     traits = Traits(FWD, "bf16", *dims)
