@@ -1,5 +1,5 @@
-"""Bundles without a GPU: what is listed, what a fresh process loads from one, named or installed as a wheel, and what it
-says when it cannot."""
+"""Bundles without a GPU, in a named folder or an installed wheel: what is listed, what a fresh process loads from one,
+and what it says when it cannot."""
 
 import json
 import logging
@@ -189,14 +189,14 @@ def child(**environment):
 
 
 @needs_dsl
-@pytest.mark.parametrize("named", [True, False])
-def test_what_opens_a_bundle_is_imported_with_the_operators(built, tmp_path, named):
+@pytest.mark.parametrize("variable, fixture", [("FLASHATTN_HOPPER_AOT", "built"), ("PYTHONPATH", "site"), (None, None)])
+def test_what_opens_a_bundle_is_imported_with_the_operators(request, tmp_path, variable, fixture):
     """So that a first call does not wait for it. Without a bundle the import stays light."""
     code = "import sys, flashattn_hopper.ops; print('tvm_ffi' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if name != "FLASHATTN_HOPPER_AOT"}
-    environ |= {"FLASHATTN_HOPPER_AOT": str(built)} if named else {}
+    environ |= {variable: str(request.getfixturevalue(fixture))} if variable else {}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
-    assert done.stdout.split() == [str(named)], done.stderr
+    assert done.stdout.split() == [str(variable is not None)], done.stderr
 
 
 def test_a_bundle_without_the_loader_does_not_stop_the_import(built, tmp_path):
@@ -401,11 +401,9 @@ def test_a_wheel_says_what_it_is_for(wheel):
         info = opened.dist_info_path
     assert b"Root-Is-Purelib: false" in texts[f"{info}/WHEEL"] and f"Tag: {tag}".encode() in texts[f"{info}/WHEEL"]
     lines = texts[f"{info}/METADATA"].decode().splitlines()
-    needs = {
-        (r.name, str(r.specifier)) for r in map(Requirement, (x[15:] for x in lines if x[:15] == "Requires-Dist: "))
-    }
+    asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
     tools = _toolchain.find()
-    assert needs == {
+    assert {(requirement.name, str(requirement.specifier)) for requirement in asked} == {
         ("flashattn-hopper", f"=={flashattn_hopper.__version__}"),
         ("nvidia-cutlass-dsl", f"=={tools.dsl}"),
         ("apache-tvm-ffi", f"=={tools.ffi}"),
