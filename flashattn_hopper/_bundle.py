@@ -95,14 +95,14 @@ def _installed() -> Place | None:
 
 
 @functools.cache
-def _read(place: Place) -> Bundle | None:
-    folder, by = place
+def _read(found: Place) -> Bundle | None:
+    folder, by = found
     path = Path(folder).expanduser().absolute()
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, this package reads {FORMAT}")
-        # The keys would refuse its kernels as well, each by itself. A folder that somebody names is left to them.
+        # Why: one warning for a wheel, where keys would speak for each kernel. A folder that somebody names is theirs.
         if by == INSTALLED and manifest["package"] != __version__:
             raise ValueError(f"it is for flashattn_hopper {manifest['package']}, this is {__version__}")
         return Bundle(path, manifest["variants"])
