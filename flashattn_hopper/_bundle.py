@@ -3,24 +3,28 @@
     manifest.json    for every variant: its key and everything that went into it, the library and the symbol
     *.so             shared libraries; one for each variant, or, built by CMake, one for all
 
-`FLASHATTN_HOPPER_AOT` names the folder. Trouble with it is said once, in the log, and never raised: what a bundle
-cannot give comes from the disk cache or the compiler.
+`FLASHATTN_HOPPER_AOT` names the folder; 0, off, no, false and nothing mean none. Where it is not set, the folder is the
+package flashattn_hopper_kernels, if that is installed: kernel_wheel.py makes it. Trouble with a bundle is said once, in
+the log, and never raised: what it cannot give comes from the disk cache or the compiler.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ._cache import warn_once
+from ._cache import OFF, warn_once
+from ._version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 VARIABLE = "FLASHATTN_HOPPER_AOT"
+INSTALLED = "flashattn_hopper_kernels"
 # These say which variant it is; the other parts of a fingerprint say what it was made from and with.
 _IDENTITY = ("entry", "traits", "tile", "target")
 
@@ -28,6 +32,13 @@ _IDENTITY = ("entry", "traits", "tile", "target")
 class Found(NamedTuple):
     library: Path
     symbol: str
+
+
+class Place(NamedTuple):
+    """Where a bundle is to be."""
+
+    folder: str
+    by: str  # what names it: VARIABLE or INSTALLED
 
 
 class Bundle:
@@ -60,22 +71,44 @@ class Bundle:
 
 
 def current() -> Bundle | None:
-    """The bundle that the environment names now; None without one, or, with a warning, where it cannot be used."""
-    folder = os.environ.get(VARIABLE)
-    return _read(folder) if folder else None
+    """The bundle that is named now, or installed; None without one, or, with a warning, where it cannot be used."""
+    found = place()
+    return None if found is None else _read(found)
+
+
+def place() -> Place | None:
+    """The environment's choice, even where there is nothing; else the installed one."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen is None:
+        return _installed()
+    return None if chosen.lower() in ("", *OFF) else Place(chosen, VARIABLE)
 
 
 @functools.cache
-def _read(folder: str) -> Bundle | None:
+def _installed() -> Place | None:
+    try:
+        spec = importlib.util.find_spec(INSTALLED)
+    except (ImportError, ValueError):
+        return None
+    # Trap: any folder of that name on the path, such as one in the current folder, is found too, but as a namespace.
+    return Place(os.path.dirname(spec.origin), INSTALLED) if spec is not None and spec.has_location else None
+
+
+@functools.cache
+def _read(found: Place) -> Bundle | None:
+    folder, by = found
     path = Path(folder).expanduser().absolute()
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, this package reads {FORMAT}")
+        # Why: one warning for a wheel, where keys would speak for each kernel. A folder that somebody names is theirs.
+        if by == INSTALLED and manifest["package"] != __version__:
+            raise ValueError(f"it is for flashattn_hopper {manifest['package']}, this is {__version__}")
         return Bundle(path, manifest["variants"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
-        warn_once(f"bundle {folder}", "kernel bundle: %s=%s cannot be used (%s)", VARIABLE, folder, what)
+        warn_once(f"bundle {folder}", "kernel bundle: %s=%s cannot be used (%s)", by, folder, what)
         return None
 
 
@@ -93,7 +126,8 @@ def digest(path: Path) -> str:
 
 
 def forget() -> None:
-    """Read the manifest and the libraries again when they are needed next."""
+    """Look for the installed bundle, and read manifest and libraries, again when they are needed next."""
+    _installed.cache_clear()
     _read.cache_clear()
     _trouble.cache_clear()
 

@@ -25,6 +25,7 @@ log = logging.getLogger("flashattn_hopper")
 
 FORMAT = 1  # of entries; part of every key
 UNUSED_DAYS = 180  # entries that nobody loaded for so long are removed
+OFF = ("0", "off", "no", "false")  # in lower case: values of a variable that switch something off
 LOCK_SECONDS = 300  # after which a waiting process compiles by itself
 
 _SEAL = struct.Struct("<8s32s32s")
@@ -46,7 +47,7 @@ def folder() -> Path | None:
     `FLASHATTN_HOPPER_CACHE=0` turns it off. `FLASHATTN_HOPPER_CACHE_DIR` names the folder; otherwise it is
     `flashattn_hopper` in `XDG_CACHE_HOME` or in `~/.cache`.
     """
-    if os.environ.get("FLASHATTN_HOPPER_CACHE", "1").lower() in ("0", "off", "no", "false"):
+    if os.environ.get("FLASHATTN_HOPPER_CACHE", "1").lower() in OFF:
         return None
     if chosen := os.environ.get("FLASHATTN_HOPPER_CACHE_DIR"):
         return Path(chosen).expanduser().absolute()

@@ -34,6 +34,10 @@ class Toolchain(NamedTuple):
     runtime: Path  # shared library that every compiled kernel needs
     ffi_library: Path
 
+    def pins(self) -> tuple[str, str]:
+        """As requirements: what kernels that were compiled here can be used with."""
+        return f"{_DSL}[{self.flavour.split()[0]}]=={self.dsl}", f"{_FFI}=={self.ffi}"
+
 
 def _missing(what: str) -> ImportError:
     return ImportError(

@@ -2,7 +2,7 @@
 
     compiled(spec, traits, tile, arch)
       memory    a dict keyed by plain values; one lookup, no lock                          (every call)
-      bundle    a folder of kernels compiled ahead of time, where FLASHATTN_HOPPER_AOT names one (once per process)
+      bundle    a folder of kernels compiled ahead of time, named or installed             (once per process)
       disk      a shared library, found by a hash of everything that decides its content   (once per process)
       compiler  CuTe DSL; one compile per key among threads and processes                  (once per machine)
 
@@ -260,7 +260,7 @@ def _load(cache, entry, spec, traits, arch) -> Callable | None:
 
 
 def get_ready() -> None:
-    """Where a bundle is named, import now what opens it: a first call is not to wait for that. Never fails."""
+    """Where there is a bundle, import now what opens it: a first call is not to wait for that. Never fails."""
     if _bundle.current() is not None:
         with suppress(Exception):  # said where a kernel is asked for
             _toolchain.loader()

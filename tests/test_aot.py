@@ -1,8 +1,10 @@
-"""Bundles without a GPU: what is listed, what a fresh process loads from one, and what it says when it cannot."""
+"""Bundles without a GPU, in a named folder or an installed wheel: what is listed, what a fresh process loads from one,
+and what it says when it cannot."""
 
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_hopper import _bundle, _cache, _toolchain, aot, jit
+import flashattn_hopper
+from flashattn_hopper import _bundle, _cache, _toolchain, aot, jit, kernel_wheel
 from flashattn_hopper.catalog import CATALOG
 from flashattn_hopper.spec.arch import SM90
 from flashattn_hopper.spec.kernel import KernelSpec
@@ -39,13 +42,9 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def bundle(built, tmp_path, monkeypatch, caplog):
-    """A copy of it that the environment names, with an empty cache beside it, and nothing in memory."""
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    for file in built.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setenv("FLASHATTN_HOPPER_AOT", str(folder))
+def fresh(tmp_path, monkeypatch, caplog):
+    """No bundle, an empty cache, and nothing in memory."""
+    monkeypatch.delenv("FLASHATTN_HOPPER_AOT", raising=False)
     monkeypatch.setenv("FLASHATTN_HOPPER_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("FLASHATTN_HOPPER_CACHE", raising=False)
     monkeypatch.syspath_prepend(str(HERE))
@@ -54,9 +53,47 @@ def bundle(built, tmp_path, monkeypatch, caplog):
     jit.clear()
     jit.reset_stats()
     caplog.set_level(logging.INFO, "flashattn_hopper")
-    yield folder
+    yield
     _bundle.forget()
     jit.clear()
+
+
+@pytest.fixture
+def bundle(built, fresh, tmp_path, monkeypatch):
+    """A copy of it that the environment names."""
+    folder = shutil.copytree(built, tmp_path / "bundle")
+    monkeypatch.setenv("FLASHATTN_HOPPER_AOT", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built, tmp_path_factory):
+    """A wheel of what the bundle has."""
+    pytest.importorskip("wheel")
+    out = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(built, out / kernel_wheel.WORK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        made = kernel_wheel.build(out, [TOY, *aot.select([REAL])])
+    assert made.done == jit.Stats()  # nothing is compiled twice
+    return made.wheel
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """The folder that it is installed in."""
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    done = subprocess.run([*pip, "--no-compile", "--target", target, wheel], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+@pytest.fixture
+def installed(site, fresh, tmp_path, monkeypatch):
+    """A copy of the installed package, on the path."""
+    monkeypatch.syspath_prepend(str(shutil.copytree(site, tmp_path / "site")))
+    return tmp_path / "site" / "flashattn_hopper_kernels"
 
 
 def edit(folder, change):
@@ -141,7 +178,7 @@ print(json.dumps(dict(stats=jit.stats()._asdict(), seconds=seconds, answers=answ
 """
 
 
-def child(folder, **environment):
+def child(**environment):
     done = subprocess.run(
         [sys.executable, "-c", _CHILD.format(real=REAL)],
         capture_output=True,
@@ -152,14 +189,14 @@ def child(folder, **environment):
 
 
 @needs_dsl
-@pytest.mark.parametrize("named", [True, False])
-def test_what_opens_a_bundle_is_imported_with_the_operators(built, tmp_path, named):
+@pytest.mark.parametrize("variable, fixture", [("FLASHATTN_HOPPER_AOT", "built"), ("PYTHONPATH", "site"), (None, None)])
+def test_what_opens_a_bundle_is_imported_with_the_operators(request, tmp_path, variable, fixture):
     """So that a first call does not wait for it. Without a bundle the import stays light."""
     code = "import sys, flashattn_hopper.ops; print('tvm_ffi' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if name != "FLASHATTN_HOPPER_AOT"}
-    environ |= {"FLASHATTN_HOPPER_AOT": str(built)} if named else {}
+    environ |= {variable: str(request.getfixturevalue(fixture))} if variable else {}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
-    assert done.stdout.split() == [str(named)], done.stderr
+    assert done.stdout.split() == [str(variable is not None)], done.stderr
 
 
 def test_a_bundle_without_the_loader_does_not_stop_the_import(built, tmp_path):
@@ -171,7 +208,7 @@ def test_a_bundle_without_the_loader_does_not_stop_the_import(built, tmp_path):
 
 @needs_dsl
 def test_a_fresh_process_compiles_nothing(bundle, tmp_path):
-    done = child(bundle)
+    done = child()
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     stats = jit.Stats(**answer["stats"])
@@ -188,7 +225,7 @@ def test_a_fresh_process_compiles_nothing(bundle, tmp_path):
 
 @needs_dsl
 def test_without_the_bundle_the_poison_works(bundle):
-    done = child(bundle, FLASHATTN_HOPPER_AOT="")
+    done = child(FLASHATTN_HOPPER_AOT="")
     assert done.returncode and "ImportError" in done.stderr.splitlines()[-1]
 
 
@@ -343,6 +380,117 @@ def test_info_names_the_bundle(bundle, monkeypatch):
     assert environment.kernel_bundle() == "unusable: /nowhere"
     monkeypatch.delenv("FLASHATTN_HOPPER_AOT")
     assert environment.kernel_bundle() == "none"
+
+
+# ----------------------------------------------------------------------------------------------------------- as a wheel
+
+
+@needs_dsl
+def test_a_wheel_says_what_it_is_for(wheel):
+    from packaging.requirements import Requirement
+    from packaging.tags import sys_tags
+    from packaging.utils import parse_wheel_filename
+    from wheel.wheelfile import WheelFile
+
+    name, version, _, tags = parse_wheel_filename(wheel.name)
+    assert (name, str(version)) == ("flashattn-hopper-kernels", flashattn_hopper.__version__)
+    (tag,) = tags
+    assert (tag.interpreter, tag.abi) == ("py3", "none") and tag.platform != "any" and tag in set(sys_tags())
+    with WheelFile(wheel) as opened:  # raises for a file that differs from its digest in RECORD
+        texts = {file: opened.read(file) for file in opened.namelist()}
+        info = opened.dist_info_path
+    assert b"Root-Is-Purelib: false" in texts[f"{info}/WHEEL"] and f"Tag: {tag}".encode() in texts[f"{info}/WHEEL"]
+    lines = texts[f"{info}/METADATA"].decode().splitlines()
+    asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    tools = _toolchain.find()
+    assert {(requirement.name, str(requirement.specifier)) for requirement in asked} == {
+        ("flashattn-hopper", f"=={flashattn_hopper.__version__}"),
+        ("nvidia-cutlass-dsl", f"=={tools.dsl}"),
+        ("apache-tvm-ffi", f"=={tools.ffi}"),
+    }
+
+
+@needs_dsl
+def test_a_fresh_process_finds_the_installed_wheel(site, fresh, tmp_path):
+    done = child(PYTHONPATH=os.pathsep.join([str(HERE), str(site)]))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert jit.Stats(**answer["stats"]) == jit.Stats(bundle_hits=2)
+    assert not done.stderr and not (tmp_path / "cache").exists()
+
+
+@needs_dsl
+def test_the_environment_comes_before_the_installed_wheel(installed, built, monkeypatch, caplog):
+    from flashattn_hopper.train import environment
+
+    assert environment.kernel_bundle() == f"{installed} (2 kernels)"
+    monkeypatch.setenv("FLASHATTN_HOPPER_AOT", str(built))
+    assert _bundle.current().folder == built
+    monkeypatch.setenv("FLASHATTN_HOPPER_AOT", "/nowhere")  # and is not replaced by it
+    assert _bundle.current() is None and environment.kernel_bundle() == "unusable: /nowhere"
+    assert len(warnings_in(caplog)) == 1
+    for off in ("", "0", "off", "False"):
+        monkeypatch.setenv("FLASHATTN_HOPPER_AOT", off)
+        assert _bundle.current() is None and environment.kernel_bundle() == "none"
+    monkeypatch.delenv("FLASHATTN_HOPPER_AOT")
+    assert _bundle.current().folder == installed
+    assert len(warnings_in(caplog)) == 1
+
+
+@needs_dsl
+def test_what_is_installed_is_looked_for_once(installed, monkeypatch):
+    assert _bundle.current().folder == installed
+    monkeypatch.setattr(_bundle.importlib.util, "find_spec", None)
+    assert _bundle.current().folder == installed
+
+
+@needs_dsl
+def test_a_folder_of_that_name_is_not_installed(installed, caplog):
+    (installed / "__init__.py").unlink()
+    _bundle.forget()
+    assert _bundle.current() is None and not warnings_in(caplog)
+
+
+@needs_dsl
+def test_a_damaged_library_of_the_wheel_is_named(installed, caplog):
+    (library,) = installed.glob("toy.*.so")
+    _truncate(library)
+    jit.compiled(*TOY)
+    assert jit.stats()[:3] == (1, 0, 0) and jit.stats().bundle_hits == 0
+    (warning,) = warnings_in(caplog)
+    assert "is damaged" in warning and str(library) in warning
+
+
+@needs_dsl
+def test_a_wheel_for_another_version_is_told_apart(installed, monkeypatch, caplog):
+    edit(installed, lambda manifest: manifest.update(package="0.0.9"))
+    assert _bundle.current() is None
+    (warning,) = warnings_in(caplog)
+    assert f"flashattn_hopper_kernels={installed}" in warning
+    assert f"it is for flashattn_hopper 0.0.9, this is {flashattn_hopper.__version__}" in warning
+    monkeypatch.setenv("FLASHATTN_HOPPER_AOT", str(installed))  # who names it leaves it to the keys
+    assert _bundle.current().folder == installed
+
+
+@needs_dsl
+def test_command_line_of_the_wheel(built, fresh, tmp_path, monkeypatch):
+    pytest.importorskip("wheel")
+    app = pytest.importorskip("flashattn_hopper.train.cli").app
+    testing = pytest.importorskip("typer.testing")
+    (tmp_path / "list").write_text(REAL)
+    command = ["wheel", "--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "wheel.wheelfile", None)
+        refused = testing.CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and "pip install 'flashattn-hopper[wheel]'" in refused.output
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(built, tmp_path / "out" / "bundle")
+    done = testing.CliRunner().invoke(app, command)
+    (file,) = (tmp_path / "out").glob("*.whl")
+    assert done.exit_code == 0 and f"0 compiled in 0 s of compiler time; pip install {file}" in done.output
+    shutil.unpack_archive(file, tmp_path / "unpacked", "zip")
+    (library,) = (tmp_path / "unpacked").rglob("*.so")  # what the folder has from elsewhere stays out
+    assert library.name.startswith("sm80.forward.fwd.bf16.d64.causal.")
 
 
 @needs_dsl

@@ -62,6 +62,8 @@ def test_version_has_one_source():
         if re.search(r"^__version__ =", path.read_text(), re.M)
     ]
     assert sources == [ROOT / "flashattn_hopper" / "_version.py"]
+    # The wheel of the extra `kernels` holds for one version.
+    assert f'kernels = ["flashattn-hopper-kernels=={flashattn_hopper.__version__}"]' in PYPROJECT
 
 
 @pytest.mark.parametrize(

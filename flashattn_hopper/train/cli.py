@@ -1,4 +1,4 @@
-"""`python -m flashattn_hopper`: train, explain, info, bundle. matrix/cli.py adds its own."""
+"""`python -m flashattn_hopper`: train, explain, info, bundle, wheel. matrix/cli.py adds its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 import flashattn_hopper
 
-from .. import aot
+from .. import aot, kernel_wheel
 from . import report
 from .config import ATTENTIONS, DEFAULTS, DTYPES, PRECISIONS, RunConfig, resolve
 from .environment import describe
@@ -186,22 +186,50 @@ def info():
     console.print(table, soft_wrap=True)
 
 
+Preset = Annotated[str, typer.Option(help=f"one of {', '.join(aot.PRESETS)}")]
+List = Annotated[Path | None, typer.Option(help="in place of a preset: a file of variants, one a line")]
+Processes = Annotated[int | None, typer.Option(min=1, help="compilers at a time (default: one a core)")]
+
+
+def _listed(preset: str, list: Path | None, what: str) -> list[aot.Variant]:
+    variants = aot.select(aot.patterns_of(preset if list is None else str(list)))
+    console.print(f"[bold]{what}[/]  {len(variants)} variants, about 5 s of one core each", soft_wrap=True)
+    return variants
+
+
 @app.command()
 def bundle(
     out: Annotated[Path, typer.Option(help="folder to write; FLASHATTN_HOPPER_AOT then names it")],
-    preset: Annotated[str, typer.Option(help=f"one of {', '.join(aot.PRESETS)}")] = "small",
-    list: Annotated[Path | None, typer.Option(help="in place of a preset: a file of variants, one a line")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="compilers at a time (default: one a core)")] = None,
+    preset: Preset = "small",
+    list: List = None,
+    processes: Processes = None,
 ):
     """Compile kernels ahead of time, for machines that are not to compile any. Needs no GPU."""
     try:
-        variants = aot.select(aot.patterns_of(preset if list is None else str(list)))
-        console.print(f"[bold]bundle[/]  {len(variants)} variants, about 5 s of one core each", soft_wrap=True)
-        done = aot.bundle(out, variants, processes)
+        done = aot.bundle(out, _listed(preset, list, "bundle"), processes)
     except (ValueError, ImportError, RuntimeError) as error:
         raise refuse(error) from error
     console.print(
         f"{done.compiles} compiled in {done.seconds_compiling:.0f} s of compiler time; export FLASHATTN_HOPPER_AOT="
         f"{escape(str(out.absolute()))}",
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def wheel(
+    out: Annotated[Path, typer.Option(help="folder to write; OUT/bundle keeps what the wheel is packed from")],
+    preset: Preset = "small",
+    list: List = None,
+    processes: Processes = None,
+):
+    """Compile kernels ahead of time into a wheel, for machines that install it. Needs no GPU."""
+    try:
+        built = kernel_wheel.build(out, _listed(preset, list, "wheel"), processes)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise refuse(error) from error
+    console.print(
+        f"{built.done.compiles} compiled in {built.done.seconds_compiling:.0f} s of compiler time; "
+        f"pip install {escape(str(built.wheel))}",
         soft_wrap=True,
     )

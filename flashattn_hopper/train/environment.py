@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
@@ -51,10 +50,10 @@ def kernel_cache() -> str:
 
 
 def kernel_bundle() -> str:
-    """The bundle that FLASHATTN_HOPPER_AOT names, and what it has."""
-    bundle = _bundle.current()
+    """The bundle that is named or installed, and what it has."""
+    bundle, place = _bundle.current(), _bundle.place()
     if bundle is None:
-        return "none" if not os.environ.get(_bundle.VARIABLE) else f"unusable: {os.environ[_bundle.VARIABLE]}"
+        return "none" if place is None else f"unusable: {place.folder}"
     return f"{bundle.folder} ({len(bundle.by_key)} kernels)"
 
 
