@@ -66,11 +66,11 @@ def test_it_is_chosen_where_no_hopper_kernel_runs(capability):
     assert planner.plan(D128, capability, "auto", SHAPE).spec.name == expected
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("capability", TARGETS, ids=str)
-def test_its_backward_is_not_chosen_by_itself(capability):
-    traits = replace(D128, phase=BWD)
-    assert planner.refusals(traits, capability)["sm80.backward"].startswith("only with backend='sm80': ")
-    expected = "sm90.backward" if capability == SM90.capability else "reference.backward"
+def test_so_is_its_backward(capability, deterministic):
+    expected = "sm90.backward" if capability == SM90.capability else "sm80.backward"
+    traits = replace(D128, phase=BWD, deterministic=deterministic)
     assert planner.plan(traits, capability, "auto", SHAPE).spec.name == expected
 
 
@@ -115,8 +115,6 @@ def test_its_backward_is_sm80_s_or_the_automatic_one(deterministic):
         assert (chosen.spec.name, chosen.spec.arch.target) == ("sm80.backward", TARGETS[capability])
         assert chosen.traits == Traits(BWD, "bf16", 96, 96, deterministic=deterministic)
         assert chosen.tile.summed is not deterministic
-        automatic = "sm90.backward" if capability == (9, 0) else "reference.backward"
-        assert planner.plan(traits, capability, "auto", SHAPE).spec.name == automatic
         top = chosen.spec.headdims[-1][0]
         wide = replace(traits, headdim=top + 8)
         assert planner.plan(replace(traits, headdim=top), capability, "sm80", SHAPE).spec.name == "sm80.backward"
