@@ -33,7 +33,7 @@ fah_status guarded(Work work) noexcept {
 }
 
 void not_null(const void* pointer, const char* name) {
-  fah::require(pointer != nullptr, std::string(name) + " is NULL");
+  if (pointer == nullptr) throw fah::Error(FAH_INVALID_ARGUMENT, fah::text("%s is NULL", name));
 }
 
 // Each once: several tiles, and deterministic calls, may share a name.
