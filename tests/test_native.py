@@ -107,5 +107,6 @@ def test_cmake_builds_and_tests_the_library(tmp_path):
     run("cmake", "--build", "build")
     said = run("ctest", "--test-dir", "build", "--output-on-failure")
     assert "100% tests passed" in said
-    for name in ("header_c", "plan", "call", "driver_one", "bundle", "install", "consumer", "installed_bundle"):
+    names = ("header_c", "plan", "call", "request", "driver_one", "bundle", "install", "consumer", "installed_bundle")
+    for name in names:
         assert any(f": {name} ." in line and "Passed" in line for line in said.splitlines()), said
