@@ -23,7 +23,7 @@ FORWARD_TILES = TileTable(
     Row(128, FwdTile(128, 128, **ROOMY), masks=("window",)),
     Row((192, 128), FwdTile(128, 128, **TIGHT)),
     Row(192, FwdTile(128, 112, **TIGHT)),
-    Row(256, FwdTile(128, 80, **TIGHT), min_seqlen=1024),
+    Row(256, FwdTile(128, 80, **TIGHT), masks=("full", "window"), min_seqlen=1024),
     Row(256, FwdTile(128, 64, **TIGHT)),
 )
 
