@@ -10,7 +10,7 @@ import torch
 from flashattn_hopper import jit, runner
 from flashattn_hopper.kernels.sm80.specs import BACKWARD
 from flashattn_hopper.oracle import attention
-from flashattn_hopper.spec.arch import SM80, SM90
+from flashattn_hopper.spec.arch import SM80, SM86, SM90
 from flashattn_hopper.spec.mask import Band, Seqlens
 from flashattn_hopper.spec.problem import BWD, Traits
 from flashattn_hopper.spec.tile import ROW_PAD
@@ -77,6 +77,8 @@ CASES = [
     (SM80, "window", False, 64),
     (SM80, "causal", False, 128),
     (SM90, "window", True, 64),
+    (SM86, "causal", False, 192),
+    (SM86, "window", True, 256),
 ]
 
 

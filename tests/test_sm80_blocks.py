@@ -7,6 +7,7 @@ import collections
 import math
 import threading
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -398,7 +399,7 @@ def test_dk_and_dv_and_sums_of_dq(gradients, monkeypatch, headdim, tile, band, s
     monkeypatch.setattr(key_products, "shared_floats", block.floats)
     monkeypatch.setattr(key_products, "add_to_memory", block.add)
     kernel = key_gradient.KeyGradient(Traits("bwd", "bf16", headdim, headdim), tile)
-    rings = [(tile.tile_m, headdim, 2)] * 2
+    rings = [(tile.tile_m, headdim, tile.num_stages)] * 2
     scores = [(tile.tile_n, tile.tile_m, stages) for stages in tile.score_stages]
     kernel.memory = lambda: in_memory(*[(tile.tile_n, headdim, 1)] * 2, *rings, *scores)
     kernel.copier = lambda tensor, head, batch, tile, tidx: Copies(gradients, tensor, head, tile)
@@ -410,6 +411,7 @@ def test_dk_and_dv_and_sums_of_dq(gradients, monkeypatch, headdim, tile, band, s
         gradients.halves[(lse + stage * 8 * tile.tile_m) // 2 + 2 * np.arange(len(rows))] = rows
 
     kernel.copy_tile = copy_tile
+    kernel.copy_next = partial(key_gradient.KeyGradient.copy_next.__wrapped__, kernel)
     kernel.where = lambda tidx: key_products.Warp(LANES, block.own.index, *divmod(block.own.index, tile.split))
     dev = launched(operands, scale)
     monkeypatch.setattr(key_gradient.Device, "band", lambda dev, mask: band)

@@ -118,16 +118,16 @@ def test_its_backward_is_sm80_s_or_the_automatic_one(deterministic):
         top = chosen.spec.headdims[-1][0]
         wide = replace(traits, headdim=top + 8)
         assert planner.plan(replace(traits, headdim=top), capability, "sm80", SHAPE).spec.name == "sm80.backward"
-        automatic = "sm90.backward" if capability == (9, 0) and top < 256 else "reference.backward"
-        if top < 256:
-            assert planner.plan(wide, capability, "sm80", SHAPE).spec.name == automatic
         assert f"at most {top} and {top}" in planner.refusals(wide, capability, "sm80")["sm80.backward"]
 
 
-def test_where_headdim_256_does_not_fit_its_backward_ends_at_128():
-    for arch in ARCHS:
-        here = sm80.BACKWARD.on(arch.capability)
-        assert here.headdims[-1] == ((256, 256) if arch.smem_bytes > SM86.smem_bytes else (128, 128))
+@pytest.mark.parametrize("headdim", [64, 128, 200, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_its_backward_takes_what_the_forward_takes(headdim, deterministic):
+    for phase, spec in ((FWD, SPEC), (BWD, sm80.BACKWARD)):
+        traits = replace(D128, phase=phase, headdim=headdim, headdim_v=headdim, deterministic=deterministic)
+        for capability in TARGETS:
+            assert spec.refuses(traits, capability, "sm80") is None
 
 
 def test_sums_of_four_are_for_archs_that_have_them():
@@ -302,6 +302,8 @@ def test_nothing_to_compute_launches_nothing(monkeypatch, sizes):
         ("query_n", {"query_n": 64, "vector": True}),
         ("query_m", {"query_n": 64, "query_m": 32}),
         ("staggered", {"staggered": True}),
+        ("num_stages", {"num_stages": 3}),
+        ("num_stages", {"num_stages": 1, "late": True}),
         ("wanted", {"wanted": "dq"}),
         ("wanted", {"query_n": 64, "wanted": "dv"}),
     ],
@@ -328,6 +330,8 @@ def test_shared_memory_and_workspace_of_the_backward():
     operands, statistics, scores = 2 * (128 + 2 * 64) * 256, 2 * 64 * 8, 2 * 128 * 64
     assert tile.smem_bytes(traits) == operands + statistics + 2 * scores
     assert replace(tile, late=True).smem_bytes(traits) == operands + statistics + 3 * scores, "dS in two stages"
+    one = replace(tile, num_stages=1).smem_bytes(traits)
+    assert -(-(operands - 64 * 256 * 2 + statistics // 2 + 2 * scores) // 1024) * 1024 == one, "one of Q and dO less"
     assert Sm80BwdTile(64).smem_bytes(traits) == operands + statistics + scores, "P is nobody else's"
     assert Sm80BwdTile(64, query_n=32).smem_bytes(traits) == operands + statistics
     assert Sm80BwdTile(32, 64, query_n=128, num_warps=4).smem_bytes(traits) == 2 * (128 + 2 * 128) * 256

@@ -304,7 +304,7 @@ class Sm80FwdTile:
 
 @dataclass(frozen=True)
 class Sm80BwdTile:
-    """One way to cut the Ampere backward: tile_n keys stay, tiles of tile_m queries stream by in two stages.
+    """One way to cut the Ampere backward: tile_n keys stay, tiles of tile_m queries stream by in `num_stages` stages.
 
     `split`: warps that share keys, of which each then has the scores of its part of the queries, and its part of the
     columns of dK and dV. `step`: queries of its part that a warp works on at once; None is all of them.
@@ -325,6 +325,7 @@ class Sm80BwdTile:
     late: bool = False
     staggered: bool = False
     vector: bool = False
+    num_stages: int = 2
     wanted: str = "all"  # as in BwdTile
 
     kv_stages = 1  # one thread block for each tile that stays
@@ -332,10 +333,11 @@ class Sm80BwdTile:
     def __post_init__(self):
         for field, allowed in (
             ("tile_m", (32, 64, 128)),
-            ("tile_n", (64, 128)),
+            ("tile_n", (32, 64, 128)),
             ("num_warps", (4, 8)),
             ("split", (1, 2, 4)),
-            ("query_n", (None, 32, 64, 128)),
+            ("num_stages", (1, 2)),
+            ("query_n", (None, 16, 32, 64, 128)),
             ("query_m", (64, 128)),
             ("wanted", ("all", "dq", "dkdv")),
         ):
@@ -346,6 +348,7 @@ class Sm80BwdTile:
             self._require(self.wanted == "all", "wanted", "'all', and with a query_n 'dq' or 'dkdv'")
         else:
             self._require(not self.late and not self.vector, "query_n", "None with late or vector")
+        self._require(self.num_stages == 2 or not self.late, "num_stages", "2 with late, which counts in twos")
         self._require(self.late or not self.staggered, "staggered", "only with late")
 
     def _require(self, ok, field, allowed):
@@ -399,11 +402,11 @@ class Sm80BwdTile:
         return (255,)
 
     def smem_bytes(self, traits: Traits) -> int:
-        """Of the larger kernel: K and V, Q, dO, lse and delta in two stages, P and dS; or Q and dO, K and V in two
+        """Of the larger kernel: K and V, the stages of Q, dO, lse and delta, P and dS; or Q and dO, K and V in two
         stages."""
         widths = traits.headdim + traits.headdim_v
         scores = self.tile_n * self.tile_m * sum(self.score_stages)
-        keys = 2 * ((self.tile_n + 2 * self.tile_m) * widths + scores) + 16 * self.tile_m
+        keys = 2 * ((self.tile_n + self.num_stages * self.tile_m) * widths + scores) + 8 * self.num_stages * self.tile_m
         queries = 0 if self.summed else 2 * (self.query_m + 2 * self.query_n) * widths
         return -(-max(keys, queries) // 1024) * 1024
 

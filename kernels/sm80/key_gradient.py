@@ -1,6 +1,7 @@
 """dK and dV, and the sums of dQ in memory: keys stay, Q and dO of every head of their group stream by.
 
-All copy and all multiply; the products of a warp are in key_products.py. A tile is copied under the one before.
+All copy and all multiply; the products of a warp are in key_products.py. A tile is copied under the one before, or,
+with one stage, after it.
 """
 
 import cutlass
@@ -17,7 +18,7 @@ from ..common.softmax import LOG2_E
 from ..common.tensors import operand_again
 from ..common.work import DeviceArith, Extent, InOrder, again, thread_again
 from .copies import copy_chunk, rows_of
-from .device import STAGES, Device
+from .device import Device
 from .epilogue import Outlet
 from .key_products import Warp, products_of
 from .pipeline import landed
@@ -34,7 +35,7 @@ class KeyGradient:
     def memory(self):
         """(K, V, rings of Q and dO, P, dS; address of the ring of lse and delta); None for what the tile has not."""
         t, widths = self.tile, (self.headdim, self.headdim_v)
-        shapes = [(t.tile_n, width, 1) for width in widths] + [(t.tile_m, width, STAGES) for width in widths]
+        shapes = [(t.tile_n, width, 1) for width in widths] + [(t.tile_m, width, t.num_stages) for width in widths]
         shapes += [(t.tile_n, t.tile_m, stages) for stages in t.score_stages]
         halves = [rows * width * stages for rows, width, stages in shapes]
         place = lambda i: cute.struct.Align[cute.struct.MemRange[self.dtype, halves[i]], 1024]
@@ -45,7 +46,9 @@ class KeyGradient:
             v: place(1)
             q: place(2)
             do: place(3)
-            rest: cute.struct.Align[cute.struct.MemRange[self.dtype, sum(halves[4:]) + STAGES * 4 * t.tile_m], 1024]
+            rest: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, sum(halves[4:]) + t.num_stages * 4 * t.tile_m], 1024
+            ]
 
         # Too much shared memory is not a compile error: the launch fails.
         assert Smem.size_in_bytes() <= t.smem_bytes(self.traits), Smem.size_in_bytes()
@@ -81,6 +84,14 @@ class KeyGradient:
             row = Int64(batch * heads + head) * (cute.ceil_div(dev.q.shape[1], PAD) * PAD) + m * t.tile_m
             copy_chunk(stats + stage * (8 * t.tile_m) + tidx * 16, dev.stats + row * 8 + tidx * 16, 16)
 
+    @cute.jit
+    def copy_next(self, dev, rings, stats, batch, head, begin, i, count, total, stage):
+        """Start copying the tile of queries behind the i-th: `count` of each head of the group from `head` on."""
+        if i + 1 < total:
+            member = (i + 1) // count
+            self.copy_tile(dev, rings, stats, batch, head + member, begin + i + 1 - member * count, stage)
+        cute.arch.cp_async_commit_group()
+
     @cute.kernel
     def keys(self, dev: Device, sums: Int64, dk: Int64, dv: Int64):
         t, band = self.tile, dev.band(self.traits.mask)
@@ -109,11 +120,8 @@ class KeyGradient:
         slot, before = Int32(0), Int32(0)
         for i in cutlass.range(total, unroll=1):
             landed(0)
-            if i + 1 < total:
-                member = (i + 1) // count
-                following = segments.begin + i + 1 - member * count
-                self.copy_tile(dev, rings, stats, batch, head + member, following, slot ^ 1)
-            cute.arch.cp_async_commit_group()
+            if const_expr(t.num_stages == 2):
+                self.copy_next(dev, rings, stats, batch, head, segments.begin, i, count, total, slot ^ 1)
             member = i // count
             m = segments.begin + i - member * count
             place = (batch * heads + head + member) * (cute.ceil_div(seqlen_q, PAD) * PAD) + m * t.tile_m
@@ -121,7 +129,11 @@ class KeyGradient:
             at_slot = lse + slot * (8 * t.tile_m)
             hooks.step(at_slot, dev.scale * LOG2_E, edge, m, slot, place, before, i > 0)
             before = place
-            slot = slot ^ 1
+            if const_expr(t.num_stages == 2):
+                slot = slot ^ 1
+            else:
+                cute.arch.sync_threads()
+                self.copy_next(dev, rings, stats, batch, head, segments.begin, i, count, total, slot)
         landed(0)  # K and V too, where no query sees these keys
         if const_expr(t.late):
             if total > 0:
