@@ -85,11 +85,12 @@ class KeyGradient:
             copy_chunk(stats + stage * (8 * t.tile_m) + tidx * 16, dev.stats + row * 8 + tidx * 16, 16)
 
     @cute.jit
-    def copy_next(self, dev, rings, stats, batch, head, begin, i, count, total, stage):
-        """Start copying the tile of queries behind the i-th: `count` of each head of the group from `head` on."""
+    def copy_next(self, dev, rings, stats, batch, head, begin, i, count, total, slot):
+        """Start copying the tile behind the i-th, which is in `slot`: `count` for each head from `head` on."""
         if i + 1 < total:
             member = (i + 1) // count
-            self.copy_tile(dev, rings, stats, batch, head + member, begin + i + 1 - member * count, stage)
+            following = begin + i + 1 - member * count
+            self.copy_tile(dev, rings, stats, batch, head + member, following, slot ^ (self.tile.num_stages - 1))
         cute.arch.cp_async_commit_group()
 
     @cute.kernel
@@ -121,7 +122,7 @@ class KeyGradient:
         for i in cutlass.range(total, unroll=1):
             landed(0)
             if const_expr(t.num_stages == 2):
-                self.copy_next(dev, rings, stats, batch, head, segments.begin, i, count, total, slot ^ 1)
+                self.copy_next(dev, rings, stats, batch, head, segments.begin, i, count, total, slot)
             member = i // count
             m = segments.begin + i - member * count
             place = (batch * heads + head + member) * (cute.ceil_div(seqlen_q, PAD) * PAD) + m * t.tile_m
