@@ -7,8 +7,6 @@ from cutlass import Float32, Int64
 
 from ..common.tensors import band_of
 
-STAGES = 2  # of what streams by
-
 
 class Device(NamedTuple):
     q: cute.Tensor

@@ -133,7 +133,7 @@ class KeyGradient:
             if const_expr(t.num_stages == 2):
                 slot = slot ^ 1
             else:
-                cute.arch.sync_threads()
+                cute.arch.sync_threads()  # every warp has read the tile, in whose place the next one comes
                 self.copy_next(dev, rings, stats, batch, head, segments.begin, i, count, total, slot)
         landed(0)  # K and V too, where no query sees these keys
         if const_expr(t.late):

@@ -22,11 +22,13 @@ from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, order_of
 from .backward_ends import statistics
 from .copies import Both, rows_of
-from .device import STAGES, Device
+from .device import Device
 from .epilogue import Outlet
 from .pipeline import Staged
 from .products import Products, differentiate, fragment, packed, scale
 from .shared import Reader, Swizzled, columns_first, rows_first
+
+STAGES = 2  # of K and V
 
 
 @dataclass(frozen=True)
