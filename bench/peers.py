@@ -85,12 +85,18 @@ class Ours(Contestant):
     title = "flashattn_hopper"
     needs = ("flashattn_hopper.api",)
     distribution = "flashattn-hopper"
+    backend = "auto"
     train_backend = "sm90"  # Why: by name it is never the reference in silence
+
+    def __init__(self, backend: str = ""):
+        if backend:
+            self.backend = self.train_backend = backend
 
     def native(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, **options):
         from flashattn_hopper import hopper_attention
 
         edges = {} if window == NO_WINDOW else {"window_size": window}
+        options.setdefault("backend", self.backend)
         return hopper_attention(q, k, v, causal=causal, softmax_scale=scale, **edges, **options)
 
     def train(self, q, k, v, causal=False, window=NO_WINDOW, scale=None, deterministic=False):
@@ -269,9 +275,9 @@ PEERS: dict[str, Contestant] = {peer.name: peer for peer in (Cudnn(), Fa3(), Fa4
 DEFAULT = ("cudnn", "fa3", "fa4", "fa2")
 
 
-def lineup(names: str) -> tuple[Contestant, ...]:
-    """Ours, then those of the comma-separated `names`."""
-    return OURS, *parse(names)
+def lineup(names: str, backend: str = "") -> tuple[Contestant, ...]:
+    """Ours, with `backend` where it is named, then those of the comma-separated `names`."""
+    return Ours(backend) if backend else OURS, *parse(names)
 
 
 def parse(names: str) -> tuple[Contestant, ...]:

@@ -3,6 +3,7 @@
     python bench/run.py forward [--quick] [--only d128.causal] [--peers cudnn,fa3,fa4,fa2] [--out DIR]
     python bench/run.py backward memory
     python bench/run.py fp8 quantizer
+    python bench/run.py sm80_forward sm80_backward --peers fa2
 
 Each cell draws fresh random operands. Every contestant first runs once, which compiles it, and is compared with
 float64 (`tasks.py`); a wrong or failing one is recorded with its message and not timed. Then all are timed in turn
@@ -52,22 +53,23 @@ CELL_SECONDS = 240  # the first call of some peers compiles for a minute
 CONTEXT_LOST = 3  # exit status
 
 
-def ours_plans(cell: suites.Cell, device: str) -> list:
+def ours_plans(cell: suites.Cell, device: str, backend: str = "") -> list:
     """What our planner chooses for the cell, (spec, compiled traits, tile): the forward, then the timed phase's."""
     from flashattn_hopper import planner
 
     capability = planner.capability_of(torch.device(device))
     if cell.dtype == "fp8":
         return fp8.plans(cell, capability)
-    backend = "auto" if cell.phase == FWD else peers.OURS.train_backend
+    ours = peers.Ours(backend)
+    backend = ours.backend if cell.phase == FWD else ours.train_backend
     phases = dict.fromkeys((FWD, cell.phase))
     traits = [dataclasses.replace(cell.traits, phase=phase) for phase in phases]
     return [planner.plan(t, capability, backend, cell.shape) for t in traits]
 
 
-def ours_ran(cell: suites.Cell, device: str) -> dict[str, str | None]:
+def ours_ran(cell: suites.Cell, device: str, backend: str = "") -> dict[str, str | None]:
     """Which of our kernels serves the cell, and its tile."""
-    spec, _, tile = ours_plans(cell, device)[-1]
+    spec, _, tile = ours_plans(cell, device, backend)[-1]
     return {"kernel": spec.name, "tile": None if tile is None else record.source(tile)}
 
 
@@ -240,17 +242,17 @@ def contestants_for(names: str, phase: str = FWD, lineup=peers.lineup) -> tuple[
     return ready, said
 
 
-def warm(cells: Sequence[suites.Cell], device: str) -> None:
+def warm(cells: Sequence[suites.Cell], device: str, backend: str = "") -> None:
     """Compile our variants in parallel through the disk cache, so that the cells find them ready."""
     from flashattn_hopper import jit
 
-    plans = [plan for cell in cells for plan in ours_plans(cell, device)]
+    plans = [plan for cell in cells for plan in ours_plans(cell, device, backend)]
     jit.warmup((spec, traits, tile, spec.arch) for spec, traits, tile in plans if spec.arch is not None)
 
 
-def try_to_warm(cells: Sequence[suites.Cell], device: str) -> None:
+def try_to_warm(cells: Sequence[suites.Cell], device: str, backend: str = "") -> None:
     try:
-        warm(cells, device)
+        warm(cells, device, backend)
     except Exception:
         traceback.print_exc()  # the cells say it again, each for itself
 
@@ -271,11 +273,11 @@ def file_name(suite: str, quick: bool, part: str) -> str:
     return suite + ("-quick" if quick else "") + ("-only" if part else "")
 
 
-def measure_cells(cells, ready, clock, device: str, results: dict, path, begin: float) -> str | None:
+def measure_cells(cells, ready, clock, device: str, describe, results: dict, path, begin: float) -> str | None:
     """All cells in turn into `results`, saved and told after each. Returns why it stopped early, or None."""
     ceiling, num_sms = results["ceiling"]["tflops"], results["gpu"]["num_sms"]
     with record.Monitor(device) as monitor:
-        extras = {"ceiling": ceiling, "monitor": monitor, "num_sms": num_sms, "describe": ours_ran}
+        extras = {"ceiling": ceiling, "monitor": monitor, "num_sms": num_sms, "describe": describe}
         for cell in cells:
             here = [contestant for contestant in ready if contestant.takes(cell)]
             try:
@@ -299,7 +301,8 @@ def run_suite(name: str, o, device: str) -> int:
     cells = suite.select(o.quick, o.only, o.skip)
     torch.manual_seed(o.seed)
     settings = OF_SUITE.get(name, SETTINGS[suite.phase])[o.quick]
-    ready, said = contestants_for(o.peers, suite.phase, LINEUPS.get(name, peers.lineup))
+    lineup = LINEUPS.get(name, functools.partial(peers.lineup, backend=suite.backend))
+    ready, said = contestants_for(o.peers, suite.phase, lineup)
     for contestant, text in said.items():
         print(f"{contestant}: {text}", flush=True)
     results = record.environment(device, o.revision) | {
@@ -312,7 +315,7 @@ def run_suite(name: str, o, device: str) -> int:
         "rows": [],
     }
     if any(contestant.name == peers.OURS.name for contestant in ready):
-        try_to_warm(cells, device)
+        try_to_warm(cells, device, suite.backend)
     clock = timing.clock_for(device, settings)
     kind, keywords = CEILINGS.get(name, ("bf16", {}))
     ceiling = round(timing.matmul_ceiling(clock, **keywords), 1)
@@ -321,7 +324,8 @@ def run_suite(name: str, o, device: str) -> int:
         f"ready after {time.monotonic() - begin:.0f} s; {len(cells)} cells; ceiling {ceiling:.0f} TFLOP/s", flush=True
     )
     path = record.path_for(o.out, results["gpu"]["name"], file_name(name, o.quick, o.only + o.skip))
-    why = measure_cells(cells, ready, clock, device, results, path, begin)
+    describe = functools.partial(ours_ran, backend=suite.backend)
+    why = measure_cells(cells, ready, clock, device, describe, results, path, begin)
     print("\n" + table(results["rows"]))
     print(f"{path}  ({results['seconds']} s)")
     if why:

@@ -16,6 +16,7 @@ TOKENS = 16384
 HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 LONG_SEQLENS = (2048, 4096, 8192, 16384)
+SM80_SEQLENS = (1024, 4096, 16384)
 QUICK_SEQLENS = (512, 1024, 4096, 16384)
 FULL, CAUSAL = Band(), Band(right=0)
 
@@ -135,11 +136,12 @@ def fixed(num_heads_q, num_heads_kv, headdim, headdim_v=None, bands=(FULL, CAUSA
 
 @dataclass(frozen=True)
 class Suite:
-    """Cells of one phase. `--quick` keeps those at `QUICK_SEQLENS`."""
+    """Cells of one phase. `--quick` keeps those at `QUICK_SEQLENS`; `backend` is the one of ours that is asked for."""
 
     name: str
     phase: str
     cells: tuple[Cell, ...]
+    backend: str = ""  # by default the one that a user gets
 
     def __post_init__(self):
         keys = [cell.key for cell in self.cells]
@@ -191,5 +193,8 @@ SUITES = {
                 *sweep((64, 128, 256), seqlens=(1024, 4096), phase=BWD, deterministic=True),
             ),
         ),
+        # The kernels for older GPUs, on this one.
+        Suite("sm80_forward", FWD, tuple(sweep((64, 128, 256), seqlens=SM80_SEQLENS)), "sm80"),
+        Suite("sm80_backward", BWD, tuple(sweep((64, 128, 256), seqlens=SM80_SEQLENS, phase=BWD)), "sm80"),
     )
 }

@@ -507,6 +507,20 @@ def test_our_variants_of_a_backward_are_both_compiled(bench, monkeypatch):
     assert len(bench.run.ours_plans(bench.suites.SUITES["forward"].cells[0], "cuda")) == 1
 
 
+def test_sm80_suites_ask_for_the_kernels_of_older_gpus(bench, monkeypatch):
+    monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
+    for name, phase in (("sm80_forward", "fwd"), ("sm80_backward", "bwd")):
+        suite = bench.suites.SUITES[name]
+        assert {cell.headdim for cell in suite.cells} == {64, 128, 256} and suite.phase == phase
+        ours, *_ = bench.peers.lineup("fa2", suite.backend)
+        assert (ours.name, ours.backend, ours.train_backend) == ("ours", "sm80", "sm80")
+        for cell in suite.cells:
+            plans = bench.run.ours_plans(cell, "cuda", suite.backend)
+            assert {spec.name.split(".")[0] for spec, _, _ in plans} == {"sm80"}
+    (ours,) = bench.peers.lineup("none")
+    assert (ours.backend, ours.train_backend) == ("auto", "sm90")
+
+
 class FakeMemory:
     """torch.cuda's counters, moved by hand."""
 
@@ -786,7 +800,7 @@ def small_run(bench, monkeypatch):
     monkeypatch.setattr(bench.timing, "matmul_ceiling", lambda clock: 700.0)
     fakes = [contestant(bench, "ours"), contestant(bench, "fa4")]
     monkeypatch.setattr(bench.run, "contestants_for", lambda *_: (fakes, {c.name: "1" for c in fakes}))
-    monkeypatch.setattr(bench.run, "ours_ran", lambda *_: {"kernel": "sm90.backward", "tile": "T"})
+    monkeypatch.setattr(bench.run, "ours_ran", lambda *_, **__: {"kernel": "sm90.backward", "tile": "T"})
     return fakes
 
 
