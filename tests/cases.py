@@ -125,7 +125,8 @@ def tile_id(tile: Tile) -> str:
     if isinstance(tile, Sm80FwdTile):
         return f"{tile.tile_m}x{tile.tile_n}-w{tile.num_warps}-s{tile.num_stages}{'-rq' * tile.q_in_registers}"
     if isinstance(tile, BwdTile):
-        return f"{tile.tile_m}x{tile.tile_n}" + ("" if tile.query_n is None else f"-dq{tile.query_n}")
+        own = "-ordered" if tile.ordered else "" if tile.summed else f"-dq{tile.query_n}"
+        return f"{tile.tile_m}x{tile.tile_n}{own}"
     return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
 
 
@@ -167,7 +168,7 @@ def _subsets(words):
 def _factors(spec, traits, row, few):
     """What is combined in pairs; `few` leaves out most values, for headdims that share a compiled variant."""
     m, n = row.tile.tile_m, row.tile.tile_n
-    query_n = getattr(row.tile, "query_n", None)
+    query_n = None if getattr(row.tile, "summed", True) else row.tile.query_n
     if query_n is not None:
         m = ROW_PAD  # dQ in a kernel of its own has taller tiles, which end where those of m rows end too
     lengths_q = (1, m + 1, 3 * m + 17) if few else (1, m - 1, m, m + 1, 3 * m + 17)

@@ -124,19 +124,32 @@ class _Shared:
     named: dict = field(default_factory=dict)
 
 
-def run(text, parameters, maps, threads, blocks, memory, late=(), kernel=""):
-    """`kernel`: which one of a module with several."""
+def run(text, parameters, maps, threads, blocks, memory, late=(), kernel="", resident=1):
+    """`kernel`: which one of a module with several. So many blocks are `resident`, which may wait for each other."""
     code, labels = parse(entry(text, kernel))
-    for block in range(blocks):
+
+    def start(block):
         shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
         state = _Shared(maps, threads, blocks, frozenset(late))
-        warps = [_Warp(code, labels, parameters, memory, shared, w, block, state) for w in range(threads // 32)]
-        while warps:
-            moved = [warp.run() for warp in warps]
-            if not any(moved):
-                assert state.loads, f"deadlock at {[warp.where() for warp in warps]}"
-                state.loads.pop(0)()
-            warps = [warp for warp in warps if not warp.done]
+        return [_Warp(code, labels, parameters, memory, shared, w, block, state) for w in range(threads // 32)]
+
+    waiting = list(range(blocks))
+    warps, polls = [], 0
+    while warps or waiting:
+        while waiting and len({id(warp.state) for warp in warps}) < resident:
+            warps += start(waiting.pop(0))
+        moved = [warp.run() for warp in warps]
+        # One that asks memory again and again is waiting too.
+        idle = not any(m and not warp.polling for m, warp in zip(moved, warps))
+        polls = polls + 1 if idle else 0
+        if polls > any(warp.polling for warp in warps):
+            states = list({id(warp.state): warp.state for warp in warps}.values())
+            loads = [state.loads for state in states if state.loads]
+            assert loads, f"deadlock at {[warp.where() for warp in warps]}"
+            for each in loads:
+                each.pop(0)()
+            polls = 0
+        warps = [warp for warp in warps if not warp.done]
 
 
 def entry(text, kernel):
@@ -159,7 +172,7 @@ class _Warp(_Block):
     def __init__(self, code, labels, parameters, memory, shared, warp, block, state):
         super().__init__(code, labels, parameters, memory, 32, block)
         self.shared, self.warp, self.done, self.joined = shared, warp, False, None
-        self.state, self.late = state, state.late
+        self.state, self.late, self.polling = state, state.late, False
         self.maps, self.mbarriers, self.named = state.maps, state.mbarriers, state.named
         self.group, self.groups, self.stores = [], [], []  # of products and of stores that wait
         self.registers["%tid.x"] = self.registers["%tid.x"] + np.uint32(32 * warp)
@@ -179,7 +192,7 @@ class _Warp(_Block):
 
     def run(self):
         """Until it ends or waits; whether it moved."""
-        moved, end = False, len(self.code)
+        moved, end, self.polling = False, len(self.code), False
         while (here := self.at.min()) < end:
             active = self.at == here
             words, operands, predicate = self.code[here]
@@ -194,6 +207,9 @@ class _Warp(_Block):
             elif taken.any() and words[0] not in ("mbarrier_wait", "bar", "barrier"):
                 with np.errstate(all="ignore"):
                     self.step(words, operands, taken)
+                if words[:2] == ["ld", "acquire"]:
+                    self.polling = True
+                    return moved
                 if self.late and words[:2] == ["mbarrier", "arrive"]:
                     return True
         assert not self.stores, "a store that nobody waited for"
@@ -351,7 +367,13 @@ class _Warp(_Block):
             done()
 
     def do_red(self, words, operands, active, kind):
-        """Four floats of each lane, added to global memory."""
+        """Four floats of each lane, or one word of one lane, added to global memory."""
+        if words[-1] in ("s32", "u32"):
+            assert active.sum() == 1 and "release" in words, "a counter of several lanes, or one that publishes nothing"
+            place = self.place(operands[0], active)
+            self.memory.check(np.array([place]), 4)
+            self.memory.bytes[place : place + 4].view(np.int32)[0] += self.get(operands[1]).view(np.int32)[active][0]
+            return
         assert words[-3:] == ["add", "v4", "f32"]
         base, offset = _address(operands[0])
         places = self.get(base)[active].astype(np.int64) + offset

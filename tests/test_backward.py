@@ -398,7 +398,7 @@ def test_a_nan_stays_in_its_head():
 
 @each_variant
 def test_repeats(variant):
-    """C50: dk and dv bit by bit, wherever the thread blocks happen to run; dq too where it has its own kernel."""
+    """C50: dk and dv bit by bit, wherever the thread blocks happen to run; dq too unless it is summed in any order."""
     _, traits, tile, _ = variant
     dims = traits.headdim, traits.headdim_v
     q, k, v, dout, dlse = inputs(4, (520, 700), (16, 4), dims, TORCH_DTYPES[traits.dtype])
@@ -410,7 +410,7 @@ def test_repeats(variant):
     for _ in range(100 if traits.deterministic else 20):
         grads = again()
         assert_same(grads, first)
-        assert tile.query_n is None or torch.equal(grads[0], first[0]), "dq"
+        assert torch.equal(grads[0], first[0]) or (tile.summed and not tile.ordered), "dq"
 
 
 def test_c51_many_sequences_beside_a_busy_stream():

@@ -6,6 +6,7 @@ Of resident blocks there are two: the first works off what the tickets have left
 import functools
 import struct
 import tempfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,19 +37,21 @@ ENDS = 256  # threads of prepare and finish
 
 
 @functools.cache
-def ptx(traits):
+def ptx(traits, ordered=False):
+    """`ordered`: sums of dQ in turn, whatever the table says."""
     tile = BACKWARD.tiles.find(traits, 4096)
+    tile = replace(tile, ordered=True) if ordered else tile
     with tempfile.TemporaryDirectory() as folder:
         return jit._compile(BACKWARD, traits, tile, BACKWARD.arch, f"--keep-ptx --dump-dir {folder}").__ptx__, tile
 
 
-def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2):
+def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2, ordered=False):
     """(dq, dk, dv), handed over as the host half of the kernel does."""
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     dtype = next(name for name, kind in DTYPES.items() if kind == q.dtype)
     traits = BACKWARD.compiled(Traits(BWD, dtype, d, d_v, band.kind, deterministic=deterministic))
-    text, tile = ptx(traits)
-    summed, wide, hd, hd_v = tile.query_n is None, tile.tile_n == 64, traits.headdim, traits.headdim_v
+    text, tile = ptx(traits, ordered)
+    summed, wide, hd, hd_v = tile.summed, tile.tile_n == 64, traits.headdim, traits.headdim_v
     memory = Memory(1 << 24)
     dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
 
@@ -56,8 +59,9 @@ def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=()
     rows = batch * heads * row_blocks * ROW_PAD
     sums = memory.empty(4 * tile.workspace_floats(rows, hd))
     stats = sums + (4 * rows * hd if summed else 0)
-    ticket = stats + 8 * rows
-    workspace = [struct.pack("<Q", a) for a in (stats, sums, ticket)]
+    counters = stats + 8 * rows
+    ticket = counters + 4 * rows * tile.in_turn
+    workspace = [struct.pack("<Q", a) for a in (stats, sums, ticket, counters)]
     address, numbers = lambda a: struct.pack("<Q", a), lambda *x: struct.pack(f"<{len(x)}i", *x)
     shape = lambda x: numbers(x.shape[1], x.shape[3], x.shape[2], batch)
     tensor = lambda x, a: address(a) + shape(x) + struct.pack("<3q", x.stride(1), x.stride(2), x.stride(0))
@@ -68,13 +72,15 @@ def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=()
 
     def launch(kernel, blocks, parameters, maps=()):
         threads = tile.num_threads if maps else ENDS
-        run(text, parameters, dict(zip(range(0, 99, 2), maps)), threads, blocks, memory, late if maps else (), kernel)
+        resident = blocks if tile.in_turn else 1
+        maps = dict(zip(range(0, 99, 2), maps))
+        run(text, parameters, maps, threads, blocks, memory, late if maps else (), kernel, resident)
 
     launch(
         "prepare",
         row_blocks * heads * batch,
         [tensor(x, memory.add(x)) for x in (out, dout)]
-        + [address(a) for a in (memory.add(lse.float().contiguous()), 0, stats, sums, ticket)],
+        + [address(a) for a in (memory.add(lse.float().contiguous()), 0, stats, sums, ticket, counters)],
     )
     half, half_v = [w // 2 if wide else w for w in (hd, hd_v)]
     unit = tile.dq_columns(hd) if summed else half
@@ -206,17 +212,41 @@ def test_another_order_of_the_sums_is_seen(monkeypatch):
     """Sums of dQ that are put off, added where the next ones belong."""
     from flashattn_hopper.kernels.sm90.key_products import Products
 
-    monkeypatch.setattr(Products, "add_late", lambda self, to, wanted: self.add(to, self.late, 0, wanted))
+    monkeypatch.setattr(Products, "add_late", lambda self, _, to, wanted: self.add(to, self.late, 0, wanted))
     fails(monkeypatch)
 
 
-def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96)):
+def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96), **words):
     """A check must, with a method of the kernel replaced."""
     if owner is not None:
         monkeypatch.setattr(owner, name, function)
     ptx.cache_clear()
     try:
         with pytest.raises(AssertionError):
-            check(*operands((1, 200, 300, 1, 1), dims), "full", LATE["all late"])
+            check(*operands((1, 200, 300, 1, 1), dims), "full", LATE["all late"], **words)
     finally:
         ptx.cache_clear()
+
+
+@pytest.mark.parametrize("dims, mask", [((64, 64), "causal"), ((96, 96), "full"), ((128, 128), "window")], ids=str)
+def test_sums_in_turn_do_not_depend_on_who_does_which_tile(dims, mask):
+    """One block does all key tiles, or as many blocks as there are tiles wait for each other."""
+    q, k, v, dout = operands((1, 140, 300, 2, 1), dims)
+    band, words = MASKS[mask]
+    exact = attention(q, k, v, **words)
+    one, all_at_once = (
+        gradients(
+            q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, dims[0] ** -0.5, True, num_ctas=n, ordered=True
+        )
+        for n in (1, 3)
+    )
+    check_grads(one, q, k, v, dout, **words)
+    assert all(map(torch.equal, one, all_at_once))
+
+
+def test_a_turn_that_is_not_passed_on_is_seen(monkeypatch):
+    """Whoever comes next waits for ever."""
+    from flashattn_hopper.kernels.sm90.sum_order import Turns
+
+    monkeypatch.setattr(Turns, "pass_on", lambda self, index, wanted: None)
+    fails(monkeypatch, deterministic=True)

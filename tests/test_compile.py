@@ -71,7 +71,7 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
     from flashattn_hopper.kernels.sm90.key_products import AHEAD
 
     kernels = inspect_all(jit.compile_cubin(*variant))
-    summed = tile.query_n is None
+    summed = tile.summed
     assert kernels.keys() == {"prepare", "main", "finish" if summed else "kernel"}
     main = kernels["main"]
     check_main_kernel(main, tile, arch)
@@ -82,7 +82,8 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
         # A quarter of the dQ that a thread holds: tile_m x headdim over the threads of the consumers. What is put off
         # stands there twice: under the next tile's scores, and after the last tile.
         of_a_thread = tile.tile_m * traits.headdim // (128 * tile.num_consumers)
-        assert vectors == added == of_a_thread // 4 + AHEAD[tile.tile_m].late, "dQ is not added in vectors"
+        assert vectors == of_a_thread // 4 + AHEAD[tile.tile_m].late, "dQ is not added in vectors"
+        assert added - vectors == main.count("MEMBAR.ALL.GPU") == tile.in_turn, "a counter that publishes the sums"
     else:
         assert not added
         check_main_kernel(kernels["kernel"], tile, arch)  # the same warpgroups and registers

@@ -223,7 +223,7 @@ def test_candidates_fit_and_include_the_table(arch, dims):
 
 
 def test_tile_ids_are_distinct():
-    tiles = {row.tile for table in (sm80.LARGE, sm80.SMALL) for row in table}
+    tiles = {row.tile for table in (sm80.LARGE, sm80.HOPPER, sm80.SMALL) for row in table}
     tiles |= {replace(tile, q_in_registers=not tile.q_in_registers) for tile in tiles}
     assert len({cases.tile_id(tile) for tile in tiles}) == len(tiles)
 

@@ -110,3 +110,11 @@ class Band:
         # Without a branch, for device integers: an overhang of one key already empties the full range.
         full_end = hi(full_begin, full_end - hi(overhang, 0) * full_end)
         return Segments(begin, full_begin, full_end, end)
+
+    def q_tile_turn(self, n_block, m_block, tile, seqlens, arith=PythonArith):
+        """How many key tiles before `n_block` visit query tile `m_block`, which `n_block` visits: a right edge hides
+        keys behind a query, so only those that the left edge hides do not."""
+        if self.left is None:
+            return n_block
+        first = m_block * tile.tile_m + (seqlens.k - seqlens.q) - self.left
+        return n_block - arith.max(first // tile.tile_n, seqlens.k * 0)

@@ -162,6 +162,8 @@ class BwdTile:
     keys, which costs two more products, needs no sums in memory, and repeats bit by bit.
     `kv_stages`: 1 is one thread block per key tile; with 2, resident blocks draw tickets, and K and V of the next key
     tile are loaded, and dK and dV of the last one stored, under this one.
+    `ordered`: where all gradients are wanted, dQ is summed in memory all the same, in the order of the key tiles, so
+    that it repeats bit by bit (only with a query_n, for the other calls, and resident blocks).
     `wanted`: "all" gradients, or "dq" or "dkdv" alone, for which the other launch is left out (only with a query_n).
     """
 
@@ -169,6 +171,7 @@ class BwdTile:
     tile_n: int = 128
     query_n: int | None = None
     kv_stages: int = 1
+    ordered: bool = False
     wanted: str = "all"
 
     def __post_init__(self):
@@ -184,6 +187,18 @@ class BwdTile:
             raise ValueError(f"BwdTile: kv_stages={self.kv_stages!r}; allowed: 1 or 2")
         if self.query_n is not None and (self.query_n % 16 or not 16 <= self.query_n <= 256):
             raise ValueError(f"BwdTile: query_n={self.query_n!r}; allowed: None or a multiple of 16 up to 256")
+        if self.ordered and (self.query_n is None or self.kv_stages != 2):
+            raise ValueError(f"{self}: ordered sums need a query_n and kv_stages=2")
+
+    @property
+    def summed(self) -> bool:
+        """Whether dQ is summed in global memory, and not computed by a kernel of its own."""
+        return self.query_n is None or self.in_turn
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether thread blocks add to a query tile of dQ one after the other, in the order of their keys."""
+        return self.ordered and self.wanted == "all"
 
     @property
     def num_consumers(self) -> int:
@@ -202,7 +217,7 @@ class BwdTile:
         """K and V; Q, dO, dS, lse and delta in two stages each; barriers (an upper bound by 1 KiB)."""
         size = BYTES[traits.dtype]
         widths = (traits.headdim + traits.headdim_v) * size
-        scores = 2 if self.tile_n == 64 else int(self.query_n is None)  # P and dS, dS, or neither in shared memory
+        scores = 2 if self.tile_n == 64 else int(self.summed)  # P and dS, dS, or neither in shared memory
         stage = self.tile_m * (widths + scores * self.tile_n * size + 8)
         return self.kv_stages * self.tile_n * widths + 2 * stage + 1024
 
@@ -216,8 +231,9 @@ class BwdTile:
         return headdim if self.dq_by_rows else headdim // self.num_consumers
 
     def workspace_floats(self, rows: int, headdim: int) -> int:
-        """For each of `rows` padded query rows: lse and delta, and dQ where it is summed in memory; then a ticket."""
-        return rows * (2 + (headdim if self.query_n is None else 0)) + 4
+        """For each of `rows` padded query rows: lse and delta, dQ where it is summed in memory, and where that is done
+        in turn a counter (a query tile uses its first row's); then a ticket."""
+        return rows * (2 + (headdim if self.summed else 0) + self.in_turn) + 4
 
     def check(self, arch: ArchSpec, traits: Traits) -> None:
         """Raise ValueError, with the budget in the text, where this tile does not fit."""

@@ -7,18 +7,25 @@ from flashattn_hopper.spec.kernel import KernelSpec
 from flashattn_hopper.spec.problem import BWD, FWD, HALF
 from flashattn_hopper.spec.tile import Row, Sm80BwdTile, Sm80FwdTile, TileTable
 
-# From the budgets of shared memory and registers (docs/kernels/sm80_forward.md); no other tile was measured.
+UNBOUNDED = ("full", "causal")  # all masks but windows
+
+# From the budgets of shared memory and registers; at headdim 256 measured on an H200 (docs/kernels/sm80_forward.md).
 # Warps of 32 queries read K and V half as often, where they fit the registers; two blocks of 4 warps then share a
 # multiprocessor. For 163 KiB and more:
-LARGE = TileTable(
+UP_TO_192 = (
     Row(64, Sm80FwdTile(128, 64, q_in_registers=True)),
     Row(96, Sm80FwdTile(128, 32)),
     Row(128, Sm80FwdTile(128, 32), masks=("full", "causal")),
     Row(128, Sm80FwdTile(128, 64, num_warps=8), masks=("window",)),
     Row((192, 128), Sm80FwdTile(128, 64, num_warps=8)),
     Row(192, Sm80FwdTile(128, 64, num_warps=8)),
-    Row(256, Sm80FwdTile(128, 32, num_warps=8)),
 )
+WINDOW_256 = Row(256, Sm80FwdTile(128, 32, num_warps=8), masks=("window",))
+LARGE = TileTable(*UP_TO_192, Row(256, Sm80FwdTile(128, 64, num_warps=8, num_stages=1), masks=UNBOUNDED), WINDOW_256)
+# Two blocks share a multiprocessor of 227 KiB.
+HOPPER = TileTable(*UP_TO_192, Row(256, Sm80FwdTile(64, 64, num_stages=1), masks=UNBOUNDED), WINDOW_256)
+# For Blackwell the compiler spills hundreds of bytes of either.
+BLACKWELL = TileTable(*UP_TO_192, Row(256, WINDOW_256.tile))
 # For 99 KiB, and half the rate of products for each byte of shared memory:
 SMALL = TileTable(
     Row(64, Sm80FwdTile(128, 64, q_in_registers=True)),
@@ -33,7 +40,15 @@ FORWARD = KernelSpec(
     name="sm80.forward",
     phase=FWD,
     arch=SM80,
-    ports=((SM86, SMALL), (SM87, LARGE), (SM89, SMALL), (SM90, LARGE), (SM100, LARGE), (SM110, LARGE), (SM120, SMALL)),
+    ports=(
+        (SM86, SMALL),
+        (SM87, LARGE),
+        (SM89, SMALL),
+        (SM90, HOPPER),
+        (SM100, BLACKWELL),
+        (SM110, BLACKWELL),
+        (SM120, SMALL),
+    ),
     dtypes=HALF,
     features=frozenset({"gqa", "deterministic"}),
     invariant_to=frozenset({"gqa", "deterministic"}),
@@ -42,7 +57,7 @@ FORWARD = KernelSpec(
     entry="flashattn_hopper.kernels.sm80.forward:Forward",
 )
 
-WIDE, MASKED = ("full", "causal"), ("causal", "window")
+MASKED = ("causal", "window")
 # For a deterministic dQ, which has a kernel of its own.
 DETERMINISTIC = (
     Row(64, Sm80BwdTile(64, split=2, query_n=64), deterministic=(True,)),
@@ -57,7 +72,7 @@ LATE_128 = Sm80BwdTile(64, split=2, late=True, vector=True)
 LARGEST = (
     LATE_96,
     Row(128, LATE_128, masks=("window",), deterministic=(False,)),  # staggered it spills
-    Row(128, replace(LATE_128, staggered=True), masks=WIDE, deterministic=(False,)),
+    Row(128, replace(LATE_128, staggered=True), masks=UNBOUNDED, deterministic=(False,)),
     Row(256, Sm80BwdTile(64, 64, split=4, late=True, staggered=True, vector=True), deterministic=(False,)),
     *DETERMINISTIC,
     DETERMINISTIC_256,
@@ -72,7 +87,7 @@ BACKWARD_HOPPER = TileTable(
 # For Blackwell the compiler spills with all columns of 32 keys in a warp, and in dQ's own order with tiles of 64.
 BACKWARD_LARGEST = TileTable(
     Row(64, LATE_128, masks=("window",), deterministic=(False,)),
-    Row(64, STAGGERED_64, masks=WIDE, deterministic=(False,)),
+    Row(64, STAGGERED_64, masks=UNBOUNDED, deterministic=(False,)),
     *LARGEST,
     DETERMINISTIC_128,
 )

@@ -2,8 +2,10 @@
 
     Ends.prepare                delta, lse in log2 units; zeroes the float32 dQ
     KeyGradient                 dK, dV, and the sums of dQ in memory
-    Ends.finish                 dQ in the operands' dtype; or, where the tile has a query_n,
+    Ends.finish                 dQ in the operands' dtype; or, where it is not summed,
     QueryGradient               dQ in a kernel of its own, which needs no sums in memory and repeats bit by bit
+
+Sums in memory repeat bit by bit where they are done in turn (sum_order.py).
 
 A launch begins while the one before it ends (programmatic dependent launch) and waits where it needs its results.
 """
@@ -31,7 +33,7 @@ class Backward:
         self.dtype = ELEMENT[traits.dtype]
         self.ends = Ends(traits, tile)
         self.keys = (WideKeyGradient if tile.tile_n == SLAB else KeyGradient)(traits, tile)
-        self.queries = None if tile.query_n is None else QueryGradient(traits, tile)
+        self.queries = None if tile.summed else QueryGradient(traits, tile)
 
     def arguments(self):
         B, Sq, Sk, Hq, Hk, D, Dv = [cute.sym_int() for _ in range(7)]
@@ -76,13 +78,14 @@ class Backward:
         rows = Int64(batch) * heads * (cute.ceil_div(seqlen_q, PAD) * PAD)
         dq_sum = ops.workspace
         stats = dq_sum + rows * (4 * self.traits.headdim if const_expr(self.queries is None) else 0)
-        ticket = stats + rows * 8
+        counters = stats + rows * 8
+        ticket = counters + rows * (4 if const_expr(self.tile.in_turn) else 0)
 
         scalars = ops.softmax_scale, ops.window_left, ops.window_right
         ends = {"grid": self.ends.grid(seqlen_q, heads, batch), "block": [THREADS, 1, 1], "stream": stream}
-        self.ends.prepare(o, do, ops.lse, ops.dlse, stats, dq_sum, ticket).launch(**ends)
+        self.ends.prepare(o, do, ops.lse, ops.dlse, stats, dq_sum, ticket, counters).launch(**ends)
         if const_expr(self.tile.wanted != "dq"):
-            self.keys.launch(q, k, v, do, dk, dv, (stats, dq_sum, ticket), scalars, ops.num_ctas, stream)
+            self.keys.launch(q, k, v, do, dk, dv, (stats, dq_sum, ticket, counters), scalars, ops.num_ctas, stream)
         if const_expr(self.queries is None):
             self.ends.finish(dq, ops.softmax_scale, dq_sum).launch(**ends, use_pdl=True)
         elif const_expr(self.tile.wanted != "dkdv"):

@@ -1,6 +1,6 @@
 """The two ends of the backward pass: what goes through memory once, before and after the products.
 
-prepare   delta = rowsum(dO * O) - dlse and lse in log2 units, padded to whole tiles; zeroes the float32 dQ
+prepare   delta = rowsum(dO * O) - dlse and lse in log2 units, padded to whole tiles; zeroes dQ's sums and counters
 finish    dQ from float32, scaled, to the operands' dtype
 """
 
@@ -16,6 +16,7 @@ from flashattn_hopper.spec.tile import WARPGROUP
 from ..common.convert import ELEMENT, to_half
 from ..common.softmax import LOG2_E
 from ..common.tensors import at
+from .sum_order import counter_of
 from .tensors import SLAB
 
 THREADS = 256
@@ -56,6 +57,7 @@ class Ends:
         stats: Int64,
         dq: Int64,
         ticket: Int64,
+        counters: Int64,
     ):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel loads its K and V meanwhile
         seqlen_q, d_v, heads, _ = mO.shape
@@ -64,6 +66,11 @@ class Ends:
             if tidx == 0 and cute.arch.block_idx()[0] == 0:
                 cute.make_tensor(at(Int32, ticket, 4), cute.make_layout(1))[0] = Int32(0)
         block, head, batch, first = self.end(seqlen_q, heads)
+        if const_expr(self.tile.in_turn):
+            tiles = PAD // self.tile.tile_m
+            if tidx < tiles:
+                counter = counter_of(counters, first + block * PAD + tidx * self.tile.tile_m)
+                cute.make_tensor(at(Int32, counter, 4), cute.make_layout(1))[0] = Int32(0)
         lanes = self.lanes
         at_once = THREADS // lanes
         lane, own = tidx % lanes, tidx // lanes
@@ -96,7 +103,7 @@ class Ends:
                 place = row // tile_m * (2 * tile_m) + row % tile_m
                 out[place] = log2
                 out[place + tile_m] = shift
-        if const_expr(self.tile.query_n is None):
+        if const_expr(self.tile.summed):
             zero = cute.make_rmem_tensor(4, Float32)
             zero.fill(0.0)
             words = self.headdim * PAD // 4

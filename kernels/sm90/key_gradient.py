@@ -32,6 +32,7 @@ from ..common.tensors import at, band_of
 from ..common.work import DeviceArith, Extent, InOrder, Place, again, kept, longest_first, thread_again
 from .key_products import AHEAD, Products
 from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
+from .sum_order import Turns, counter_of
 from .tensors import SLAB, fence, one_stage, slices, stage_bytes, staged, write_slab
 
 
@@ -71,6 +72,7 @@ class Device(NamedTuple):
     stats: Int64
     dq_sum: Int64
     ticket: Int64
+    counters: Int64  # of dQ's sums
 
 
 class Rings(NamedTuple):
@@ -119,12 +121,14 @@ class KeyGradient:
         self.headdim, self.headdim_v = traits.headdim, traits.headdim_v
         self.dtype = ELEMENT[traits.dtype]
         self.num_consumers = tile.num_consumers
-        self.split = tile.query_n is not None
+        self.split = not tile.summed
         self.dynamic = tile.kv_stages == 2
+        # Key tiles in turn come from many heads at once, so that those of one do not wait for each other.
+        self.sections = traits.mask == "causal" or (tile.in_turn and traits.mask == "full")
         self.key_width, self.value_width = [w // 2 if self.wide else w for w in (self.headdim, self.headdim_v)]
 
     def launch(self, q, k, v, do, dk, dv, addresses, scalars, num_ctas, stream):
-        """From a host function; tensors as (S, D, H, B). `addresses`: of stats, the sums of dQ and the ticket."""
+        """From a host function; tensors as (S, D, H, B). `addresses`: the last fields of Device."""
         t, hd, hd_v = self.tile, self.headdim, self.headdim_v
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         S, R = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -174,7 +178,7 @@ class KeyGradient:
     def order(self, dev):
         n_blocks = cute.ceil_div(dev.mK.shape[0], self.tile.tile_n)
         extent = Extent(n_blocks, dev.mK.shape[2], dev.mK.shape[3], dev.mQ.shape[0])
-        if const_expr(self.traits.mask == "causal"):
+        if const_expr(self.sections):
             group = dev.mQ.shape[2] // dev.mK.shape[2]
             bytes_per_query = group * (2 * self.headdim + 2 * self.headdim_v + 4 * self.headdim)
             return longest_first(extent, bytes_per_query, narrow=self.split)
@@ -183,9 +187,13 @@ class KeyGradient:
     def work(self, order, linear):
         """The key tile with a number; under causal the first ones have the most queries."""
         n, head, batch = order.work(linear)
-        if const_expr(self.traits.mask == "causal"):
+        if const_expr(self.sections):
             n = order.extent.m_blocks - 1 - n
         return Work(n, head, batch)
+
+    def query_tile(self, seg, i):
+        """The query tile that comes in place i of begin .. end."""
+        return seg.begin + (seg.end - 1) - i if self.tile.in_turn else i
 
     @cute.kernel
     def main(self, dev: Device):
@@ -205,6 +213,7 @@ class KeyGradient:
             next: cute.struct.MemRange[Int32, 8]
             bar_q: cute.struct.MemRange[Int64, 4]
             bar_do: cute.struct.MemRange[Int64, 4]
+            bar_sums: cute.struct.MemRange[Int64, 6 * t.in_turn]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 4 * t.tile_m], 128]
             sQ: buffer(dev.lay_q)
             sdO: buffer(dev.lay_do)
@@ -236,6 +245,10 @@ class KeyGradient:
                 cute.make_tensor(st.next.data_ptr(), cute.make_layout((2, 4))),
                 cute.make_tensor(at(Int32, dev.ticket, 4), cute.make_layout(1)),
             )
+        turns = None
+        if const_expr(t.in_turn):
+            bars = st.bar_sums.data_ptr()
+            turns = Turns(bars, bars + 2, bars + 4)
         if warp == 0:
             with cute.arch.elect_one():
                 warps = 4 * self.num_consumers
@@ -243,16 +256,23 @@ class KeyGradient:
                 rings.q.init(2, warps)
                 rings.do.init(2, warps)
                 if const_expr(self.dynamic):
-                    board.ring.init(2, warps)
+                    board.ring.init(2, warps + 2 * t.in_turn)
+                if const_expr(t.in_turn):
+                    turns.init(warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if warp < 4:
             cute.arch.setmaxregister_decrease(t.registers[0])
             if warp == 0:
                 self.load(dev, rings, smem, board)
+            if const_expr(t.in_turn):
+                if warp == 1:
+                    self.keep_order(dev, board, turns.take)
+                if warp == 2:
+                    self.keep_order(dev, board, turns.hand_on)
         else:
             cute.arch.setmaxregister_increase(t.registers[1])
-            self.consume(dev, rings, smem, board)
+            self.consume(dev, rings, smem, board, turns)
 
     # ---- role: producer
     @cute.jit
@@ -311,7 +331,8 @@ class KeyGradient:
             first = dev.stats + (Int64(work.batch) * heads + head) * padded * 8
             line = cute.make_tensor(at(Float32, first, 16), cute.make_layout(2 * padded))
             stats = Stats(bulk, line, smem.stats)
-            for m in cutlass.range(seg.begin, seg.end, unroll=1):
+            for i in cutlass.range(seg.begin, seg.end, unroll=1):
+                m = self.query_tile(seg, i)
                 bar = rings.q.acquire(slot)
                 cute.copy(dev.tma_q, q_src[None, m], q_dst[None, slot.index], tma_bar_ptr=bar)
                 stats.load(m, slot.index, bar)
@@ -320,9 +341,33 @@ class KeyGradient:
                 slot = slot.next()
         return slot
 
+    # ---- roles: who keeps the order of the sums
+    @cute.jit
+    def keep_order(self, dev, board, keep):
+        """A warp beside the producer: every query tile of every key tile, as the consumers take them."""
+        cute.arch.griddepcontrol_wait()
+        seqlen_q, _, heads, _ = dev.mQ.shape
+        group = heads // dev.mK.shape[2]
+        padded = cute.ceil_div(seqlen_q, PAD) * PAD
+        slot, at, order = first_slot(), first_slot(), self.order(dev)
+        linear, work = board.look(at)
+        while linear < order.extent.tiles():
+            tile = Work(*work)
+            seg = self.segments(dev, tile)
+            for g in cutlass.range(group, unroll=1):
+                head = (Int64(tile.batch) * heads + tile.head * group + g) * padded
+                for i in cutlass.range(seg.begin, seg.end, unroll=1):
+                    m = self.query_tile(seg, i)
+                    place = self.band(dev).q_tile_turn(tile.n_block, m, self.tile, self.seqlens(dev), DeviceArith)
+                    keep(slot, counter_of(dev.counters, head + m * self.tile.tile_m), place)
+                    slot = slot.next()
+            board.done(at)
+            at = at.next()
+            linear, work = board.look(at)
+
     # ---- role: consumers
     @cute.jit
-    def consume(self, dev, rings, smem, board):
+    def consume(self, dev, rings, smem, board, turns=None):
         """Consumer warpgroups: 64 keys each."""
         t, dq_n, ahead = self.tile, self.tile.dq_columns(self.headdim), AHEAD[self.tile.tile_m]
         place = consumer(cute.arch.thread_idx()[0])
@@ -352,7 +397,7 @@ class KeyGradient:
             cute.make_rmem_tensor(ahead.lse, Float32),
             None if const_expr(self.split) else cute.make_rmem_tensor(4 * ahead.late, Float32),
             smem.stats, dev.scale_log2, 2 * kept(place.lane % 4, place.lane),
-            not t.dq_by_rows, dq_n, self.num_consumers, ahead,
+            not t.dq_by_rows, dq_n, self.num_consumers, ahead, turns,
         )  # fmt: skip
         slot, kv, order = first_slot(), first_slot(), self.order(dev)
         if const_expr(self.dynamic):
@@ -394,29 +439,32 @@ class KeyGradient:
         hooks.dV.fill(0.0)
         if const_expr(not self.split):
             hooks.late.fill(0.0)
-        # Where this thread's sums of dQ go, for the first query tile of a head.
+        # Where this thread's sums of dQ go, one tile before the first of a head.
         mine = (place.wg * (SLAB * t.dq_columns(self.headdim) // 4) + place.warp * 32 + place.lane) * 16
-        dq_head = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
+        size = t.tile_m * self.headdim * 4
+        step = -size if t.in_turn else size
+        before = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
+        before = before + (self.query_tile(seg, seg.begin) * Int64(size) - step)
         hooks.rings.kv.wait(kv)
         # Why kept: worked out anew in the loop, they would take registers that the sums have not left yet.
         full_begin, full_end = [kept(limit, place.lane) for limit in (seg.full_begin, seg.full_end)]
-        step = t.tile_m * self.headdim * 4
         if seg.begin < seg.end:
             hooks.rings.q.wait(slot)
         hooks.read_ahead(slot)
         for g in cutlass.range(group, unroll=1):
-            target = dq_head + (Int64(seg.begin) - 1) * step
-            for m in cutlass.range(seg.begin, seg.end, unroll=1):
+            target = before
+            for i in cutlass.range(seg.begin, seg.end, unroll=1):
+                m = self.query_tile(seg, i)
                 # Why now: later it would take registers that the sums have not left yet.
                 partial = again(Int32((m < full_begin) | (m >= full_end)))
                 hooks.scores(slot, kv)
-                dP = hooks.score_gradients(slot, kv, target, m > seg.begin)
+                dP = hooks.score_gradients(slot, kv, target, i > seg.begin)
                 if partial != 0:
                     # Its place is worked out anew, so as not to occupy registers elsewhere.
                     self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
                 hooks.gradients(dP, slot)
                 following = slot.next()
-                if (m + 1 < seg.end) | (g + 1 < group):
+                if (i + 1 < seg.end) | (g + 1 < group):
                     hooks.rings.q.wait(following)
                 hooks.read_ahead(following)  # after the last tile whatever is there, for nobody
                 hooks.meet()
@@ -424,8 +472,10 @@ class KeyGradient:
                 target = again(target + step)
                 hooks.products(slot, kv, target)
                 slot = following
-            hooks.add_late(target, seg.end > seg.begin)
-            dq_head = dq_head + padded * (4 * self.headdim)
+            hooks.add_late(slot, target, seg.end > seg.begin)
+            # Why: kept through the loop it spills with sums in turn, and worked out again without them.
+            start = target - Int64(seg.end - seg.begin) * step if const_expr(t.in_turn) else before
+            before = start + padded * (4 * self.headdim)
         return slot
 
     def meet(self, barrier):

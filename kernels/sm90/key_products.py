@@ -80,6 +80,7 @@ class Products:
     dq_n: int
     num_consumers: int
     ahead: Ahead
+    turns: Any = None  # where the sums of dQ are done in turn
 
     def stat(self, which, column, slot):
         """lse (0) or delta (1) of one of this thread's columns."""
@@ -99,10 +100,12 @@ class Products:
         """Issue S."""
         gemm(self.mma_s, self.S, self.rK[None, None, None, kv.index], self.rQ[None, None, None, slot.index], True)
 
-    def add_late(self, target, wanted):
-        """Where `wanted`: add the sums that `products` has put off, with the same `target`."""
+    def add_late(self, slot, target, wanted):
+        """Where `wanted`: add the sums that `products` put off for the tile before `slot`, with the same `target`."""
         if self.put is not None:
             self.add(target, self.late, self.dq_n // 8 - self.ahead.late, wanted)
+            if self.turns is not None:
+                self.turns.pass_on(slot.index ^ 1, wanted)
 
     def add(self, target, sums, first, wanted):
         """Sums of dQ, from vector `first` of this thread on."""
@@ -115,7 +118,7 @@ class Products:
         self.rings.do.wait(slot)
         dP = cute.make_rmem_tensor_like(self.S)
         gemm(self.mma_dp, dP, self.rV[None, None, None, kv.index], self.rdO[None, None, None, slot.index], True)
-        self.add_late(target, wanted)
+        self.add_late(slot, target, wanted)
         warpgroup.wait_group(1)
         for i in range(cute.size(self.S)):
             self.S[i] = self.S[i] * self.scale_log2 - lse(i)
@@ -164,6 +167,8 @@ class Products:
             now = cute.size(dQ) - cute.size(self.late)
             for i in range(cute.size(self.late)):
                 self.late[i] = dQ[now + i]
+            if self.turns is not None:
+                self.turns.wait(slot)
             self.add(target, cute.make_tensor(dQ.iterator, cute.make_layout(now)), 0, True)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read lse and delta

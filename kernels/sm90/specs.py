@@ -76,15 +76,19 @@ FORWARD_FP8 = KernelSpec(
     entry="flashattn_hopper.kernels.sm90.forward:Forward",
 )
 
-# dQ summed in memory costs the fewest products; a kernel of its own repeats bit by bit. Beyond headdim 128 dK and dV of
-# 64 keys fill the registers of two warpgroups, and the sums of dQ would be the bottleneck.
+# dQ summed in memory costs the fewest products, and repeats bit by bit where the sums are done in turn; a kernel of its
+# own is for calls that want less than all gradients. Beyond headdim 128 dK and dV of 64 keys fill the registers of two
+# warpgroups, and the sums of dQ would be the bottleneck.
 BACKWARD_TILES = TileTable(
     Row(64, BwdTile(128, kv_stages=2), deterministic=(False,)),
-    Row(64, BwdTile(128, query_n=128, kv_stages=2), deterministic=(True,)),
+    Row(64, BwdTile(128, query_n=128, kv_stages=2, ordered=True), masks=("full",), deterministic=(True,)),
+    Row(64, BwdTile(128, query_n=128, kv_stages=2), masks=("causal", "window"), deterministic=(True,)),
     Row(96, BwdTile(64, kv_stages=2), deterministic=(False,)),
-    Row(96, BwdTile(64, query_n=96, kv_stages=2), deterministic=(True,)),
+    Row(96, BwdTile(64, query_n=96, kv_stages=2, ordered=True), masks=("full",), deterministic=(True,)),
+    Row(96, BwdTile(64, query_n=96, kv_stages=2), masks=("causal", "window"), deterministic=(True,)),
     Row(128, BwdTile(64, kv_stages=2), deterministic=(False,)),
-    Row(128, BwdTile(64, query_n=96, kv_stages=2), deterministic=(True,)),
+    Row(128, BwdTile(64, query_n=96, kv_stages=2, ordered=True), masks=("full",), deterministic=(True,)),
+    Row(128, BwdTile(64, query_n=96, kv_stages=2), masks=("causal", "window"), deterministic=(True,)),
     Row((192, 128), BwdTile(64, 64, query_n=64)),
     Row(192, BwdTile(64, 64, query_n=64)),
     Row(256, BwdTile(64, 64, query_n=64)),

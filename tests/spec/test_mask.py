@@ -91,6 +91,20 @@ def _check_segments(segments, visible, size, length, what):
         assert all(inside <= set(row) for row in visible), f"{what}: {segments} call {block} full"
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("seqlens", LENGTHS, ids=str)
+def test_turns_count_the_key_tiles_before(seqlens, tile):
+    """Each key tile that visits a query tile finds as many before it as have visited it."""
+    blocks = range(-(-seqlens[1] // tile.tile_n))
+    for edges in bands():
+        band, seqlens = Band(*edges), Seqlens(*seqlens)
+        visits = [band.q_tiles(n, tile, seqlens) for n in blocks]
+        for n in blocks:
+            for m in range(visits[n].begin, visits[n].end):
+                before = sum(visits[other].begin <= m < visits[other].end for other in range(n))
+                assert band.q_tile_turn(n, m, tile, seqlens) == before, (edges, n, m)
+
+
 def test_tiles_are_not_visited_in_vain():
     """Of 16 tiles, causal visits the 10 on and under the diagonal, and a window of one tile the 7 around it."""
     tile, seqlens = Tile(8, 8), Seqlens(32, 32)

@@ -1,6 +1,7 @@
 """Tiles check themselves, and the tables cover what the kernels declare: no torch, no GPU."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,21 @@ def test_keys_that_two_warpgroups_share_need_a_kernel_for_dq(arguments):
     assert BwdTile(64, 64, query_n=64).tile_n == 64
 
 
+@pytest.mark.parametrize("arguments", ({"query_n": 64}, {"kv_stages": 2}), ids=str)
+def test_sums_in_turn_need_resident_blocks_and_a_kernel_for_dq_alone(arguments):
+    with pytest.raises(ValueError, match="ordered sums need a query_n and kv_stages=2"):
+        BwdTile(64, ordered=True, **arguments)
+
+
+def test_sums_are_in_turn_where_all_gradients_are_wanted():
+    tile = BwdTile(64, query_n=64, kv_stages=2, ordered=True)
+    assert tile.summed and tile.in_turn
+    for wanted in ("dq", "dkdv"):
+        alone = replace(tile, wanted=wanted)
+        assert not alone.summed and not alone.in_turn
+    assert BwdTile(64).summed and not BwdTile(64).in_turn and not BwdTile(64, query_n=64).summed
+
+
 @pytest.mark.parametrize("tile", (BwdTile(64), BwdTile(128), BwdTile(64, 64, query_n=64)), ids=str)
 def test_a_backward_tile_fits_the_multiprocessor(tile):
     producer, consumer = tile.registers
@@ -171,6 +187,9 @@ def test_shared_memory_of_the_backward_counts_every_buffer():
 def test_the_workspace():
     assert BwdTile(64).workspace_floats(256, 128) == 256 * (128 + 2) + 4  # dQ, lse, delta; a ticket
     assert BwdTile(64, query_n=96).workspace_floats(256, 128) == 256 * 2 + 4
+    ordered = BwdTile(64, query_n=96, kv_stages=2, ordered=True)
+    assert ordered.workspace_floats(256, 128) == 256 * (128 + 2 + 1) + 4  # counters too
+    assert replace(ordered, wanted="dq").workspace_floats(256, 128) == 256 * 2 + 4
 
 
 def test_a_backward_tile_that_does_not_fit_says_what_it_needs():
