@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from . import _bundle, _cache, _toolchain, jit
 from ._version import __version__
 from .catalog import CATALOG
-from .kernels.sm90.specs import QUANTIZER
+from .kernels.sm90.specs import FORWARD_FP8, QUANTIZER
 from .spec.arch import ArchSpec
 from .spec.kernel import KernelSpec
 from .spec.problem import BWD, QuantizeTraits, Traits
@@ -67,9 +67,9 @@ def catalog_variants() -> list[Variant]:
         for arch, tiles in ((spec.arch, spec.tiles), *spec.ports):
             if arch is not None:
                 found.update(dict.fromkeys(_variants_on(replace(spec, arch=arch, tiles=tiles, ports=()))))
-    features = product(sorted(QUANTIZER.dtypes), (64, 96, 128, 192, 256), *[(False, True)] * 3)
-    for dtype, headdim, *recipe in features:
-        found[Variant(QUANTIZER, QuantizeTraits(dtype, headdim, headdim, *recipe), None, QUANTIZER.arch)] = None
+    features = product(sorted(QUANTIZER.dtypes), FORWARD_FP8.headdims, *[(False, True)] * 3)
+    for dtype, dims, *recipe in features:
+        found[Variant(QUANTIZER, QuantizeTraits(dtype, *dims, *recipe), None, QUANTIZER.arch)] = None
     return list(found)
 
 

@@ -1,6 +1,7 @@
 // A problem, checked, and the kernel that the catalog chooses for it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -15,15 +16,28 @@ struct Layout {
   int64_t strides[4];  // elements
 };
 
+// What is kept between the quantizer and the attention kernel. v is (batch, heads, headdim_v, keys in whole tiles).
+struct Codes {
+  bool int8_qk;
+  Layout q, k, v;
+  std::array<size_t, size_t(Operand::count)> offset;  // in the workspace, of kKept alone
+};
+
+constexpr Operand kKept[] = {Operand::tickets_, Operand::counters_,     Operand::q8_,        Operand::k8_,
+                             Operand::v8_,      Operand::q_descale_,    Operand::k_descale_, Operand::v_descale_,
+                             Operand::k_mean_,  Operand::logit_offset_, Operand::workspace_};
+
 }  // namespace fah
 
 struct fah_plan {
   fah::Pass pass;
-  fah::DType dtype;
+  fah::DType dtype;  // of the tensors: 16 bits
   const fah::Choice* choice;
-  int device;  // FAH_NO_ORDINAL: not to be launched
+  const fah::Quantizer* quantizer;  // of FP8
+  int device;                       // FAH_NO_ORDINAL: not to be launched
   int num_sms;
   fah::Layout q, k, v, dout;
+  fah::Codes codes;  // of FP8
   float softmax_scale;
   int64_t window_left, window_right;  // edges as kernels take them
   fah_workspace workspace;

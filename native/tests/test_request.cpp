@@ -11,20 +11,24 @@ namespace {
 int never(void*, const TVMFFIAny*, int32_t, TVMFFIAny*) { return -1; }
 
 constexpr Choice choice(const char* variant) {
-  return {64, 64, DType::bf16, Mask::full, false, 1, variant, "a tile", 0, 0, never, {Operand::q_}, 1};
+  return {64, 64, DType::bf16, Mask::full, 0, Wanted::all, 1, "a tile", 0, 0, {variant, never, {Operand::q_}, 1}};
 }
 
 constexpr Choice kYoung[] = {choice("young variant")}, kOld[] = {choice("old variant")};
 constexpr Port kYoungPorts[] = {{80, false, kYoung, 1}, {90, true, kYoung, 1}}, kOldPorts[] = {{90, true, kOld, 1}};
 constexpr Kernel kKernels[] = {
-    {"young.forward", "young", Pass::fwd, 3, 7, false, true, 8, "it is young", kYoungPorts, 2},
-    {"old.forward", "old", Pass::fwd, 3, 7, false, true, 8, "", kOldPorts, 1},
+    {"young.forward", "young", Pass::fwd, 3, 7, bit(Feature::gqa), 8, "it is young", kYoungPorts, 2},
+    {"old.forward", "old", Pass::fwd, 3, 7, bit(Feature::gqa), 8, "", kOldPorts, 1},
 };
 
 }  // namespace
 
-Kernels kernels() { return {kKernels, kKernels + 2}; }
+Rows<Kernel> kernels() { return {kKernels, kKernels + 2}; }
+Rows<Quantizer> quantizers() { return {nullptr, nullptr}; }
 int64_t padded_rows(int64_t seqlen_q) { return seqlen_q; }
+int64_t key_tiles(int64_t) { return 1; }
+int64_t tile_keys() { return 128; }
+int64_t key_chunks(int64_t) { return 1; }
 
 }  // namespace fah
 
