@@ -1,5 +1,6 @@
 """The native library on a machine without a GPU: its tables agree with the planner, and CMake builds and tests it."""
 
+import inspect
 import json
 import os
 import random
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_hopper import _toolchain, aot, buffers, native, planner, runner_fp8
+from flashattn_hopper import _toolchain, aot, buffers, jit, native, planner, runner, runner_fp8
 from flashattn_hopper.kernels.sm90.specs import FORWARD_FP8
-from flashattn_hopper.spec.problem import BWD, FWD, MASKS, PHASES, QuantizeTraits, Shape, Traits
+from flashattn_hopper.spec.mask import Band
+from flashattn_hopper.spec.problem import BWD, FWD, MASKS, PHASES, AttentionProblem, QuantizeTraits, Shape, Traits
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_dsl = pytest.mark.skipif(_toolchain._folder_of("nvidia_cutlass_dsl") is None, reason="needs nvidia-cutlass-dsl")
@@ -64,10 +66,6 @@ def test_the_first_choice_that_fits_is_the_planners(phase):
 @pytest.mark.parametrize("wanted", ("dq", "dkdv"))
 def test_gradients_that_are_wanted_alone_are_the_runners(wanted, monkeypatch):
     """The variant that runner.prepare_backward compiles."""
-    from flashattn_hopper import jit, runner
-    from flashattn_hopper.spec.mask import Band
-    from flashattn_hopper.spec.problem import AttentionProblem
-
     compiled = []
     monkeypatch.setattr(jit, "compiled", lambda *variant: compiled.append(variant))
     monkeypatch.setattr(planner, "capability_of", lambda device: capability)
@@ -110,8 +108,6 @@ def test_fp8_is_planned_as_precision_fp8_is():
 
 def test_the_defaults_of_fp8_are_those_of_c():
     """What fah_problem_init sets."""
-    import inspect
-
     recipe = inspect.signature(runner_fp8.quantize).parameters
     assert all(recipe[name].default is True for name in ("hadamard", "smooth_k", "int8_qk"))
     api = (ROOT / "native" / "src" / "api.cpp").read_text()
