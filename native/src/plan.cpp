@@ -301,7 +301,7 @@ void make_plan(const fah_problem& given, fah_plan& plan) {
   plan.k = layout_of("k", p.k_strides, p.batch, p.seqlen_k, p.num_heads_kv, p.headdim);
   plan.v = layout_of("v", p.v_strides, p.batch, p.seqlen_k, p.num_heads_kv, headdim_v);
   plan.dout = layout_of("dout", p.dout_strides, p.batch, p.seqlen_q, p.num_heads_q, headdim_v);
-  plan.softmax_scale = p.softmax_scale != 0 ? p.softmax_scale : 1 / std::sqrt(float(p.headdim));
+  plan.softmax_scale = p.softmax_scale != 0 ? p.softmax_scale : float(1 / std::sqrt(double(p.headdim)));
   plan.window_left = edge(p.window_left, p);
   plan.window_right = edge(p.window_right, p);
 
