@@ -79,7 +79,7 @@ typedef struct fah_problem {
 typedef struct fah_plan fah_plan;
 
 /* What a launch needs beside its tensors. The same memory may serve many launches of a plan, one after the other on one
- * stream. Another plan may have it when its own first `zeroed` bytes are zeros again.
+ * stream; another plan may have it once the first `zeroed` bytes that this one needs are zeros again.
  */
 typedef struct fah_workspace {
   size_t bytes;     /* 0: none */

@@ -128,13 +128,14 @@ void Call::kept(const void* workspace) {
   operand(Operand::restored_lse_) = operand(Operand::lse_);
   operand(Operand::lse_) = integer(0);
   const Codes& codes = plan_.codes;
-  const auto at = [&](Operand which) { return static_cast<const char*>(workspace) + codes.offset[size_t(which)]; };
-  for (Operand which : kKept) operand(which) = integer(reinterpret_cast<intptr_t>(at(which)));
-  if (!plan_.quantizer->smooth_k) operand(Operand::logit_offset_) = integer(0);
+  for (const Codes::Place& place : codes.places)
+    operand(place.operand) = integer(reinterpret_cast<intptr_t>(workspace) + intptr_t(place.offset));
   const DLDataType e4m3{kDLFloat8_e4m3fn, 8, 1}, qk = codes.int8_qk ? DLDataType{kDLInt, 8, 1} : e4m3;
+  const auto at = [&](Operand which) { return reinterpret_cast<const void*>(operand(which).v_int64); };
   described(Operand::q_codes_, q_codes_, qk, codes.q, at(Operand::q8_));
   described(Operand::k_codes_, k_codes_, qk, codes.k, at(Operand::k8_));
   described(Operand::v_codes_, v_codes_, e4m3, codes.v, at(Operand::v8_));
+  if (!plan_.quantizer->smooth_k) operand(Operand::logit_offset_) = integer(0);
 }
 
 void Call::address(Operand which, const char* name, const void* pointer, size_t alignment) {

@@ -235,51 +235,41 @@ Wanted wanted_of(const fah_problem& p) {
   return p.gradients == FAH_DQ ? Wanted::dq : Wanted::dkdv;
 }
 
-// Codes, their scales and what the quantizer needs beside, one after the other in the workspace. What must be zero
-// comes first, so that it is a part of its own.
+// Codes, their scales and what the quantizer needs beside, one after the other in the workspace; what must be zero
+// comes first. Sizes are those of flashattn_hopper/buffers.py.
 void keep_codes(const fah_problem& p, int headdim_v, fah_plan& plan) {
   const int64_t tiles = key_tiles(p.seqlen_k), keys = tiles * tile_keys();
   const int64_t heads = int64_t{p.batch} * p.num_heads_q, heads_kv = int64_t{p.batch} * p.num_heads_kv;
   const int64_t queries = heads * p.seqlen_q, chunks = heads_kv * key_chunks(p.seqlen_k);
-  const bool smooth_k = plan.quantizer->smooth_k;
+  const int64_t word = 4, smooth = plan.quantizer->smooth_k;
+  const struct {
+    Operand operand;
+    int64_t bytes;
+  } kept[kNumKept] = {
+      {Operand::tickets_, 2 * word},
+      {Operand::counters_, heads_kv * word},
+      {Operand::q8_, queries * p.headdim},
+      {Operand::k8_, heads_kv * p.seqlen_k * p.headdim},
+      {Operand::v8_, heads_kv * headdim_v * keys},
+      {Operand::q_descale_, queries * word},
+      {Operand::k_descale_, heads_kv * tiles * word},
+      {Operand::v_descale_, heads_kv * word},
+      {Operand::k_mean_, smooth * heads_kv * p.headdim * word},
+      {Operand::logit_offset_, smooth * queries * word},
+      // A peak of V for each chunk, padded to 16 bytes, and sums of K.
+      {Operand::workspace_, ((chunks + 3) / 4 * 4 + chunks * p.headdim) * word},
+  };
   Codes& codes = plan.codes;
+  size_t end = 0;
+  for (int i = 0; i < kNumKept; ++i) {
+    codes.places[i] = {kept[i].operand, end};
+    end += (size_t(kept[i].bytes) + kKeptAlignment - 1) / kKeptAlignment * kKeptAlignment;
+  }
+  plan.workspace = {end, kKeptAlignment, codes.places[2].offset};
   codes.int8_qk = plan.quantizer->int8_qk;
   codes.q = contiguous(p.batch, p.seqlen_q, p.num_heads_q, p.headdim);
   codes.k = contiguous(p.batch, p.seqlen_k, p.num_heads_kv, p.headdim);
   codes.v = contiguous(p.batch, p.num_heads_kv, headdim_v, keys);
-  const auto bytes = [&](Operand operand) -> int64_t {
-    switch (operand) {
-      case Operand::tickets_:
-        return 2 * sizeof(int32_t);
-      case Operand::counters_:
-        return heads_kv * sizeof(int32_t);
-      case Operand::q8_:
-        return queries * p.headdim;
-      case Operand::k8_:
-        return heads_kv * p.seqlen_k * p.headdim;
-      case Operand::v8_:
-        return heads_kv * headdim_v * keys;
-      case Operand::q_descale_:
-        return queries * sizeof(float);
-      case Operand::k_descale_:
-        return heads_kv * tiles * sizeof(float);
-      case Operand::v_descale_:
-        return heads_kv * sizeof(float);
-      case Operand::k_mean_:
-        return smooth_k ? heads_kv * p.headdim * sizeof(float) : 0;
-      case Operand::logit_offset_:
-        return smooth_k ? queries * sizeof(float) : 0;
-      default:  // workspace: a peak of V for each chunk, padded to 16 bytes; sums of K
-        return ((chunks + 3) / 4 * 4 + chunks * p.headdim) * sizeof(float);
-    }
-  };
-  size_t end = 0, zeroed = 0;
-  for (Operand operand : kKept) {
-    codes.offset[size_t(operand)] = end;
-    end += (size_t(bytes(operand)) + kKeptAlignment - 1) / kKeptAlignment * kKeptAlignment;
-    if (operand == Operand::counters_) zeroed = end;
-  }
-  plan.workspace = {end, kKeptAlignment, zeroed};
 }
 
 }  // namespace

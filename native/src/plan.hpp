@@ -1,7 +1,6 @@
 // A problem, checked, and the kernel that the catalog chooses for it.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -16,16 +15,19 @@ struct Layout {
   int64_t strides[4];  // elements
 };
 
+constexpr int kNumKept = 11;
+
 // What is kept between the quantizer and the attention kernel. v is (batch, heads, headdim_v, keys in whole tiles).
 struct Codes {
+  struct Place {
+    Operand operand;
+    size_t offset;  // bytes, in the workspace
+  };
+
   bool int8_qk;
   Layout q, k, v;
-  std::array<size_t, size_t(Operand::count)> offset;  // in the workspace, of kKept alone
+  Place places[kNumKept];
 };
-
-constexpr Operand kKept[] = {Operand::tickets_, Operand::counters_,     Operand::q8_,        Operand::k8_,
-                             Operand::v8_,      Operand::q_descale_,    Operand::k_descale_, Operand::v_descale_,
-                             Operand::k_mean_,  Operand::logit_offset_, Operand::workspace_};
 
 }  // namespace fah
 
