@@ -7,18 +7,16 @@ import ctypes
 import sys
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
 
-OK, NOT_IN_LIBRARY, SKIPPED = 0, 3, 77
-if find_spec("torch") is None:
+try:
+    import torch
+except ImportError:
     print("skipped: no torch here")
-    sys.exit(SKIPPED)
-
-import torch
-
+    sys.exit(77)
 from flashattn_hopper import ops_fp8, runner_fp8
 
+OK, NOT_IN_LIBRARY, SKIPPED = 0, 3, 77
 BF16, FP16, FP8, INT8, E4M3, OPEN = 1, 2, 1, 1, 2, -1
 MASKS = {"full": (None, None), "causal": (None, 0), "window": (100, 7)}
 # headdim, headdim_v
