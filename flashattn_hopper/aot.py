@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 from . import _bundle, _cache, _toolchain, jit
 from ._version import __version__
 from .catalog import CATALOG
-from .kernels.sm90.specs import QUANTIZER
+from .kernels.sm90.specs import FORWARD_FP8, QUANTIZER
 from .spec.arch import ArchSpec
 from .spec.kernel import KernelSpec
 from .spec.problem import BWD, QuantizeTraits, Traits
 
+_SMALL = ("bf16",), (64, 128), ("full", "causal")
+_TRAINING = ("bf16", "fp16"), (64, 128), ("full", "causal")
 _ARCHS = ("sm_80:sm80", "sm_86:sm80", "sm_89:sm80", "sm_90a:sm90")
 
 
@@ -35,11 +37,19 @@ def _grid(dtypes, headdims, masks) -> tuple[str, ...]:
     return tuple(f"{arch}:*.{dtype}.d{d}.{mask}" for arch, dtype, d, mask in product(_ARCHS, dtypes, headdims, masks))
 
 
+def _fp8(dtypes, headdims, masks) -> tuple[str, ...]:
+    """precision="fp8" by its defaults: the forwards, and what makes their operands."""
+    words = {"bf16": "int8_qk", "fp16": "fp16_out.int8_qk"}
+    forwards = (f"fwd.fp8.d{d}.{mask}.{words[dtype]}" for dtype, d, mask in product(dtypes, headdims, masks))
+    quantizers = (f"quantize.{dtype}.d{d}.hadamard.int8_qk.smooth_k" for dtype, d in product(dtypes, headdims))
+    return tuple(f"sm_90a:sm90:{slug}" for slug in (*forwards, *quantizers))
+
+
 PRESETS: dict[str, tuple[str, ...]] = {
     # The least that has both kinds of kernels, and both passes.
     "smoke": ("sm_80:sm80:*.bf16.d64.causal", "sm_90a:sm90:*.bf16.d64.causal"),
-    "small": _grid(("bf16",), (64, 128), ("full", "causal")),
-    "training": _grid(("bf16", "fp16"), (64, 128), ("full", "causal")),
+    "small": _grid(*_SMALL) + _fp8(*_SMALL),
+    "training": _grid(*_TRAINING) + _fp8(*_TRAINING),
     "hopper": ("sm_90a:sm90:*",),
     "all": ("*",),
 }
@@ -67,9 +77,9 @@ def catalog_variants() -> list[Variant]:
         for arch, tiles in ((spec.arch, spec.tiles), *spec.ports):
             if arch is not None:
                 found.update(dict.fromkeys(_variants_on(replace(spec, arch=arch, tiles=tiles, ports=()))))
-    features = product(sorted(QUANTIZER.dtypes), (64, 96, 128, 192, 256), *[(False, True)] * 3)
-    for dtype, headdim, *recipe in features:
-        found[Variant(QUANTIZER, QuantizeTraits(dtype, headdim, headdim, *recipe), None, QUANTIZER.arch)] = None
+    features = product(sorted(QUANTIZER.dtypes), FORWARD_FP8.headdims, *[(False, True)] * 3)
+    for dtype, dims, *recipe in features:
+        found[Variant(QUANTIZER, QuantizeTraits(dtype, *dims, *recipe), None, QUANTIZER.arch)] = None
     return list(found)
 
 

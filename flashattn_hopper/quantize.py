@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-TILE = 128  # keys that share a scale: the key tile of the FP8 forward
+from .buffers import TILE
+
 E4M3 = torch.float8_e4m3fn
 QK_DTYPES = {"fp8": E4M3, "int8": torch.int8}
 QK_DTYPE = "int8"  # of precision="fp8"

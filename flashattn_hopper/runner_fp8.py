@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import jit, planner, runner
+from . import buffers, jit, planner, runner
 from .kernels.sm90.specs import QUANTIZER
 from .quantize import E4M3, QK_DTYPE, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
 from .spec.problem import BWD, FP8_FEATURES, AttentionProblem, QuantizeTraits
-
-_CHUNK, _MOST_CHUNKS = 128, 64  # as in kernels/sm90/quantize.py
 
 
 class Codes(NamedTuple):
@@ -103,26 +101,10 @@ def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=QK_DTYPE == "int8
 @lru_cache(maxsize=4096)
 def _allocators(q, v, smooth_k, int8_qk, device):
     """Of the fields of Codes and of the workspace, for q and v of these shapes; None: not in this recipe."""
-    (batch, seqlen_q, heads, headdim), (_, seqlen_k, heads_kv, headdim_v) = q, v
-    tiles, qk = -(-seqlen_k // TILE), torch.int8 if int8_qk else E4M3
-    chunks = min(-(-seqlen_k // _CHUNK), _MOST_CHUNKS)
-    new = lambda dtype, *shape: runner._allocator(shape, dtype, device)
-    return (
-        new(qk, batch, seqlen_q, heads, headdim),
-        new(qk, batch, seqlen_k, heads_kv, headdim),
-        new(E4M3, batch, heads_kv, headdim_v, tiles * TILE),
-        new(torch.float32, batch, heads, seqlen_q),
-        new(torch.float32, batch, heads_kv, tiles),
-        new(torch.float32, batch, heads_kv, 1),
-        new(torch.float32, batch, heads_kv, headdim) if smooth_k else None,
-        new(torch.float32, batch, heads, seqlen_q) if smooth_k else None,
-        new(torch.float32, _workspace(batch * heads_kv, chunks, headdim)),
-    )
-
-
-def _workspace(heads: int, chunks: int, headdim: int) -> int:
-    """float32 of the quantizer's workspace, `heads` in all of the batch."""
-    return -(-heads * chunks // 4) * 4 + heads * chunks * headdim
+    dtypes = {"qk": torch.int8 if int8_qk else E4M3, "v": E4M3, "float32": torch.float32}
+    needed = buffers.of(q, v, smooth_k)
+    new = {name: runner._allocator(shape, dtypes[kind], device) for name, (kind, shape) in needed.items()}
+    return tuple(map(new.get, buffers.NAMES))
 
 
 def from_scaled(q: BlockScaled, k: BlockScaled, v: BlockScaled) -> Codes:

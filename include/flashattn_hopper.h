@@ -37,6 +37,14 @@ typedef enum fah_status {
 typedef enum fah_dtype { FAH_BF16 = 1, FAH_FP16 = 2 } fah_dtype;
 typedef enum fah_pass { FAH_FORWARD = 1, FAH_BACKWARD = 2 } fah_pass;
 
+/* What products are computed in: the dtype of the tensors, or 8 bits. FAH_FP8 quantizes q, k and v in every call: a
+ * forward on a Hopper GPU, whose workspace holds the codes. */
+typedef enum fah_precision { FAH_16_BIT = 0, FAH_FP8 = 1 } fah_precision;
+typedef enum fah_codes { FAH_INT8 = 1, FAH_E4M3 = 2 } fah_codes;
+
+/* dk and dv are computed together. */
+typedef enum fah_gradients { FAH_DQ_DK_DV = 0, FAH_DQ = 1, FAH_DK_DV = 2 } fah_gradients;
+
 #define FAH_OPEN (-1)       /* a side of the window without an edge */
 #define FAH_NO_ORDINAL (-1) /* plan for an architecture without its device; such a plan cannot be launched */
 
@@ -49,7 +57,7 @@ typedef enum fah_pass { FAH_FORWARD = 1, FAH_BACKWARD = 2 } fah_pass;
 typedef struct fah_problem {
   size_t size; /* of this struct; set by fah_problem_init */
   fah_pass pass;
-  fah_dtype dtype; /* of every tensor but lse, dlse and the workspace */
+  fah_dtype dtype; /* of every tensor but lse, dlse and the workspace, whatever the precision */
   int32_t device;  /* CUDA ordinal, or FAH_NO_ORDINAL; 0 */
   int32_t arch;    /* 10 * major + minor of the compute capability, with FAH_NO_ORDINAL only; 0: ask the device */
   int32_t batch, seqlen_q, seqlen_k;
@@ -61,16 +69,22 @@ typedef struct fah_problem {
   float softmax_scale;               /* 0: 1 / sqrt(headdim) */
   int32_t deterministic;             /* not 0: results repeat bit by bit */
   const char* backend;               /* "auto", or the part of a kernel's name before the dot; NULL is "auto" */
+  fah_precision precision;           /* FAH_16_BIT */
+  fah_codes qk_codes;                /* FAH_FP8 only: codes of q and k, FAH_INT8; those of v are e4m3 */
+  int32_t hadamard;                  /* FAH_FP8 only: not 0, the default: q and k are rotated before they are rounded */
+  int32_t smooth_k;        /* FAH_FP8 only: not 0, the default: the mean of k is subtracted; lse gets it back */
+  fah_gradients gradients; /* backward only: those that are written, FAH_DQ_DK_DV */
 } fah_problem;
 
 typedef struct fah_plan fah_plan;
 
-/* What a launch needs beside its tensors. The same memory may serve many launches, one after the other on one stream.
+/* What a launch needs beside its tensors. The same memory may serve many launches of a plan, one after the other on one
+ * stream; another plan may have it once the first `zeroed` bytes that this one needs are zeros again.
  */
 typedef struct fah_workspace {
   size_t bytes;     /* 0: none */
   size_t alignment; /* of its address */
-  int32_t zeroed;   /* not 0: all zeros before its first launch; every launch leaves it so */
+  size_t zeroed;    /* bytes at its start that are zeros before its first launch; every launch leaves them so */
 } fah_workspace;
 
 typedef struct fah_forward_args {
@@ -80,7 +94,8 @@ typedef struct fah_forward_args {
   void* workspace;
 } fah_forward_args;
 
-/* out and lse are what the forward wrote. Every gradient is written: contiguous, with the shape of q, k and v. */
+/* out and lse are what the forward wrote. Gradients are contiguous, with the shapes of q, k and v; addresses of those
+ * that the plan is not for are ignored. */
 typedef struct fah_backward_args {
   const void *dout, *q, *k, *v, *out;
   const float* lse;
@@ -100,6 +115,7 @@ FAH_API fah_status fah_plan_workspace(const fah_plan* plan, fah_workspace* works
 /* The kernel that runs and how it cuts the work, for logs; valid as long as the plan. NULL for NULL. */
 FAH_API const char* fah_plan_variant(const fah_plan* plan);
 FAH_API const char* fah_plan_tile(const fah_plan* plan);
+FAH_API const char* fah_plan_quantizer(const fah_plan* plan); /* what makes the codes of FAH_FP8, else NULL */
 
 /* `stream` is a CUstream or cudaStream_t of the plan's device; NULL is the default stream. A variant's first launch
  * in a process loads its code to the device, so it must not be captured into a graph. */

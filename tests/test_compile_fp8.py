@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from flashattn_hopper import jit, quantize, runner_fp8
+from flashattn_hopper import buffers, jit, quantize, runner_fp8
 from flashattn_hopper.kernels.common.operands import QuantizeOperands, ScaledOperands
 from flashattn_hopper.kernels.sm90 import specs as sm90
 from flashattn_hopper.spec.problem import FWD, QuantizeTraits, Traits
@@ -163,7 +163,7 @@ def test_the_same_limits():
 
     assert kernel.TILE == quantize.TILE and eight_bit.TINY == quantize._TINY
     assert set(eight_bit.LARGEST.values()) == set(quantize.LARGEST.values())
-    assert (kernel.CHUNK, kernel.MOST_CHUNKS) == (runner_fp8._CHUNK, runner_fp8._MOST_CHUNKS)
+    assert (kernel.CHUNK, kernel.MOST_CHUNKS) == (buffers.CHUNK, buffers.MOST_CHUNKS)
 
 
 # Operands

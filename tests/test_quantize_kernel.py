@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 
-from flashattn_hopper import jit, quantize, runner_fp8
+from flashattn_hopper import buffers, jit, quantize, runner_fp8
 from flashattn_hopper.kernels.sm90.specs import QUANTIZER
 from flashattn_hopper.quantize import E4M3, TILE, _quantized, rotate
 from flashattn_hopper.spec.problem import QuantizeTraits
@@ -43,7 +43,7 @@ def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.C
     traits = QuantizeTraits(WORDS[q.dtype], headdim, headdim_v, hadamard, smooth_k, int8_qk)
     machine = Machine(ptx(traits))
     memory, blocks = machine.memory, lambda n, unit: -(-n // unit)
-    chunk = blocks(blocks(seqlen_k, runner_fp8._MOST_CHUNKS), runner_fp8._CHUNK) * runner_fp8._CHUNK
+    chunk = blocks(blocks(seqlen_k, buffers.MOST_CHUNKS), buffers.CHUNK) * buffers.CHUNK
     chunks, tiles, per_head = blocks(seqlen_k, chunk), blocks(seqlen_k, TILE), batch * heads_kv
     qk = torch.int8 if int8_qk else E4M3
     outputs = [
@@ -58,7 +58,7 @@ def run(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=False) -> runner_fp8.C
         outputs += [(torch.float32, batch, heads_kv, headdim), (torch.float32, batch, heads, seqlen_q)]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, *shape in outputs]
     addresses = [memory.empty(size) for size in sizes]
-    workspace = memory.empty(4 * runner_fp8._workspace(per_head, chunks, headdim))
+    workspace = memory.empty(4 * buffers.workspace_floats(per_head, chunks, headdim))
     counters = memory.add(torch.zeros(per_head, dtype=torch.int32))
     tensor = lambda x: struct.pack("<Q4i3q", memory.add(x), *x.shape, *x.stride()[:3])
     sums = workspace + 16 * blocks(per_head * chunks, 4)

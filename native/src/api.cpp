@@ -41,10 +41,13 @@ const std::vector<const char*>& library_variants() {
   static const std::vector<const char*> names = [] {
     std::vector<const char*> found;
     std::set<std::string> seen;
+    const auto add = [&](const fah::Variant& variant) {
+      if (variant.function != nullptr && seen.insert(variant.name).second) found.push_back(variant.name);
+    };
     for (const fah::Kernel& kernel : fah::kernels())
       for (const fah::Port& port : kernel)
-        for (const fah::Choice& choice : port)
-          if (choice.function != nullptr && seen.insert(choice.variant).second) found.push_back(choice.variant);
+        for (const fah::Choice& choice : port) add(choice.variant);
+    for (const fah::Quantizer& quantizer : fah::quantizers()) add(quantizer.variant);
     return found;
   }();
   return names;
@@ -62,6 +65,10 @@ void fah_problem_init(fah_problem* problem) {
   problem->dtype = FAH_BF16;
   problem->window_left = problem->window_right = FAH_OPEN;
   problem->backend = "auto";
+  problem->precision = FAH_16_BIT;
+  problem->qk_codes = FAH_INT8;
+  problem->hadamard = problem->smooth_k = 1;
+  problem->gradients = FAH_DQ_DK_DV;
 }
 
 fah_status fah_plan_create(const fah_problem* problem, fah_plan** plan) {
@@ -85,7 +92,11 @@ fah_status fah_plan_workspace(const fah_plan* plan, fah_workspace* workspace) {
   });
 }
 
-const char* fah_plan_variant(const fah_plan* plan) { return plan == nullptr ? nullptr : plan->choice->variant; }
+const char* fah_plan_variant(const fah_plan* plan) { return plan == nullptr ? nullptr : plan->choice->variant.name; }
+
+const char* fah_plan_quantizer(const fah_plan* plan) {
+  return plan == nullptr || plan->quantizer == nullptr ? nullptr : plan->quantizer->variant.name;
+}
 
 const char* fah_plan_tile(const fah_plan* plan) { return plan == nullptr ? nullptr : plan->choice->tile; }
 

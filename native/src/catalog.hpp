@@ -8,8 +8,12 @@
 namespace fah {
 
 enum class Pass { fwd, bwd };
-enum class DType { bf16, fp16 };
+enum class DType { bf16, fp16, fp8 };
 enum class Mask { full, causal, window };
+enum class Feature { deterministic, fp16_out, gqa, int8_qk };
+enum class Wanted { all, dq, dkdv };
+
+constexpr unsigned bit(Feature feature, bool on = true) { return unsigned{on} << int(feature); }
 
 // Every operand of kernels/common/operands.py that a kernel of this library takes; `none` where a call passes None.
 enum class Operand : uint8_t {
@@ -30,22 +34,28 @@ enum class Operand : uint8_t {
   window_right_,
   num_ctas_,
   tickets_,
+  q_codes_,
+  k_codes_,
+  v_codes_,
+  restored_lse_,
+  counters_,
+  q8_,
+  k8_,
+  v8_,
+  q_descale_,
+  k_descale_,
+  v_descale_,
+  k_mean_,
+  logit_offset_,
   count
 };
 
 constexpr int kMostOperands = 16;
 
-// One answer: of those that match a call, the first is the planner's.
-struct Choice {
-  int headdim, headdim_v;  // at most
-  DType dtype;
-  Mask mask;
-  bool deterministic;
-  int min_seqlen;  // keys
-  const char* variant;
-  const char* tile;
-  int64_t floats_per_row, floats;  // of workspace; rows are query rows, padded
-  TVMFFISafeCallType function;     // null: not in this library
+// Compiled code.
+struct Variant {
+  const char* name;
+  TVMFFISafeCallType function;  // null: not in this library
   Operand operands[kMostOperands];
   int num_operands;
 
@@ -54,6 +64,36 @@ struct Choice {
       if (operands[i] == operand) return true;
     return false;
   }
+};
+
+// One answer: of those that match a call, the first is the planner's.
+struct Choice {
+  int headdim, headdim_v;  // at most
+  DType dtype;
+  Mask mask;
+  unsigned features;  // a bit set, without gqa, which changes no code
+  Wanted wanted;
+  int min_seqlen;  // keys
+  const char* tile;
+  int64_t floats_per_row, floats;  // of workspace; rows are query rows, padded
+  Variant variant;
+};
+
+// What makes the operands of an FP8 forward.
+struct Quantizer {
+  int headdim, headdim_v;  // exactly
+  DType dtype;             // of what it quantizes
+  bool hadamard, smooth_k, int8_qk;
+  Variant variant;
+};
+
+template <class T>
+struct Rows {
+  const T* first;
+  const T* behind;
+
+  const T* begin() const { return first; }
+  const T* end() const { return behind; }
 };
 
 // A kernel on one arch. Code for an exact arch runs on that compute capability alone, other code on later minors too.
@@ -75,26 +115,22 @@ struct Kernel {
   const char* name;
   const char* backend;
   Pass pass;
-  unsigned dtypes, masks;  // bit sets
-  bool deterministic, gqa;
-  int multiple;            // of head dimensions
-  const char* on_request;  // why "auto" passes it by; "" where it does not
+  unsigned dtypes, masks, features;  // bit sets
+  int multiple;                      // of head dimensions
+  const char* on_request;            // why "auto" passes it by; "" where it does not
   const Port* ports;
   int num_ports;
 
   const Port* begin() const { return ports; }
   const Port* end() const { return ports + num_ports; }
+  bool has(DType dtype) const { return dtypes >> int(dtype) & 1; }
 };
 
-struct Kernels {
-  const Kernel* first;
-  const Kernel* behind;
-
-  const Kernel* begin() const { return first; }
-  const Kernel* end() const { return behind; }
-};
-
-Kernels kernels();
+Rows<Kernel> kernels();
+Rows<Quantizer> quantizers();
 int64_t padded_rows(int64_t seqlen_q);  // of a head's workspace
+int64_t key_tiles(int64_t seqlen_k);    // each with a scale of K
+int64_t tile_keys();
+int64_t key_chunks(int64_t seqlen_k);  // of the quantizer's sums
 
 }  // namespace fah

@@ -89,6 +89,7 @@ Call::Call(const fah_plan& plan, const fah_forward_args& args) : Call(plan, Pass
   address(Operand::o_, "out", args.out, 16);
   wanted(Operand::lse_, "lse", args.lse);
   if (plan.workspace.bytes) address(Operand::tickets_, "workspace", args.workspace, plan.workspace.alignment);
+  if (plan.quantizer) kept(args.workspace);
 }
 
 Call::Call(const fah_plan& plan, const fah_backward_args& args) : Call(plan, Pass::bwd) {
@@ -99,19 +100,22 @@ Call::Call(const fah_plan& plan, const fah_backward_args& args) : Call(plan, Pas
   address(Operand::o_, "out", args.out, 16);
   address(Operand::lse_, "lse", args.lse, sizeof(float));
   wanted(Operand::dlse_, "dlse", args.dlse);
-  address(Operand::dq_, "dq", args.dq, 16);
-  address(Operand::dk_, "dk", args.dk, 16);
-  address(Operand::dv_, "dv", args.dv, 16);
+  gradient(Operand::dq_, "dq", args.dq, plan.choice->wanted != Wanted::dkdv);
+  gradient(Operand::dk_, "dk", args.dk, plan.choice->wanted != Wanted::dq);
+  gradient(Operand::dv_, "dv", args.dv, plan.choice->wanted != Wanted::dq);
   address(Operand::workspace_, "workspace", args.workspace, plan.workspace.alignment);
 }
 
 void Call::tensor(Operand which, DLTensor& memory, const Layout& layout, const char* name, const void* pointer) {
   check_address(name, pointer, 16);
-  const uint8_t code = plan_.dtype == DType::bf16 ? kDLBfloat : kDLFloat;
+  described(which, memory, {uint8_t(plan_.dtype == DType::bf16 ? kDLBfloat : kDLFloat), 16, 1}, layout, pointer);
+}
+
+void Call::described(Operand which, DLTensor& memory, DLDataType dtype, const Layout& layout, const void* pointer) {
   memory.data = const_cast<void*>(pointer);
   memory.device = {kDLCUDA, plan_.device};
   memory.ndim = 4;
-  memory.dtype = {code, 16, 1};
+  memory.dtype = dtype;
   memory.shape = const_cast<int64_t*>(layout.shape);
   memory.strides = const_cast<int64_t*>(layout.strides);
   memory.byte_offset = 0;
@@ -119,9 +123,31 @@ void Call::tensor(Operand which, DLTensor& memory, const Layout& layout, const c
   operand(which).v_ptr = &memory;
 }
 
+void Call::kept(const void* workspace) {
+  // The kernel could also write the lse of the scores that the codes give, which lack the mean of K.
+  operand(Operand::restored_lse_) = operand(Operand::lse_);
+  operand(Operand::lse_) = integer(0);
+  const Codes& codes = plan_.codes;
+  for (const Codes::Place& place : codes.places)
+    operand(place.operand) = integer(reinterpret_cast<intptr_t>(workspace) + intptr_t(place.offset));
+  const DLDataType e4m3{kDLFloat8_e4m3fn, 8, 1}, qk = codes.int8_qk ? DLDataType{kDLInt, 8, 1} : e4m3;
+  const auto at = [&](Operand which) { return reinterpret_cast<const void*>(operand(which).v_int64); };
+  described(Operand::q_codes_, q_codes_, qk, codes.q, at(Operand::q8_));
+  described(Operand::k_codes_, k_codes_, qk, codes.k, at(Operand::k8_));
+  described(Operand::v_codes_, v_codes_, e4m3, codes.v, at(Operand::v8_));
+  if (!plan_.quantizer->smooth_k) operand(Operand::logit_offset_) = integer(0);
+}
+
 void Call::address(Operand which, const char* name, const void* pointer, size_t alignment) {
   check_address(name, pointer, alignment);
   operand(which) = integer(reinterpret_cast<intptr_t>(pointer));
+}
+
+void Call::gradient(Operand which, const char* name, const void* pointer, bool computed) {
+  if (computed)
+    address(which, name, pointer, 16);
+  else
+    operand(which) = integer(0);
 }
 
 void Call::wanted(Operand which, const char* name, const float* pointer) {
@@ -145,17 +171,21 @@ void Call::run(void* stream) {
 }
 
 void Call::enter() {
-  const Choice& choice = *plan_.choice;
+  if (plan_.quantizer) enter(plan_.quantizer->variant);
+  enter(plan_.choice->variant);
+}
+
+void Call::enter(const Variant& variant) {
   TVMFFIAny items[kMostOperands];
-  for (int i = 0; i < choice.num_operands; ++i) items[i] = operand(choice.operands[i]);
+  for (int i = 0; i < variant.num_operands; ++i) items[i] = operand(variant.operands[i]);
   Sequence sequence{};
   sequence.object.combined_ref_count = kHeld;
   sequence.object.type_index = kTVMFFIArray;
-  sequence.cell = {items, choice.num_operands, choice.num_operands, nullptr};
+  sequence.cell = {items, variant.num_operands, variant.num_operands, nullptr};
   TVMFFIAny argument = any(kTVMFFIArray), result = any(kTVMFFINone);
   argument.v_obj = &sequence.object;
-  if (choice.function(nullptr, &argument, 1, &result))
-    throw Error(FAH_CUDA_ERROR, text("%s: %s", choice.variant, raised().c_str()));
+  if (variant.function(nullptr, &argument, 1, &result))
+    throw Error(FAH_CUDA_ERROR, text("%s: %s", variant.name, raised().c_str()));
 }
 
 }  // namespace fah

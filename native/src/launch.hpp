@@ -19,18 +19,23 @@ class Call {
   // On the plan's device and that stream. Raises Error.
   void run(void* stream);
 
-  // Enter the kernel's host half, which checks what it is passed, on whatever device and stream is current.
+  // Enter the kernels' host halves, or one of them, which check what they are passed, on whatever device and stream is
+  // current.
   void enter();
+  void enter(const Variant& variant);
 
  private:
   Call(const fah_plan& plan, Pass pass);
   void tensor(Operand which, DLTensor& memory, const Layout& layout, const char* name, const void* pointer);
+  void described(Operand which, DLTensor& memory, DLDataType dtype, const Layout& layout, const void* pointer);
+  void kept(const void* workspace);  // what lies there of the codes
   void address(Operand which, const char* name, const void* pointer, size_t alignment);
-  void wanted(Operand which, const char* name, const float* pointer);  // 0 for NULL
+  void gradient(Operand which, const char* name, const void* pointer, bool computed);  // 0 where it is not
+  void wanted(Operand which, const char* name, const float* pointer);                  // 0 for NULL
   TVMFFIAny& operand(Operand which) { return values_[size_t(which)]; }
 
   const fah_plan& plan_;
-  DLTensor q_, k_, v_, dout_;
+  DLTensor q_, k_, v_, dout_, q_codes_, k_codes_, v_codes_;
   std::array<TVMFFIAny, size_t(Operand::count)> values_{};  // all zero bytes: None
 };
 

@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "driver.hpp"
@@ -14,22 +15,47 @@ namespace {
 
 constexpr int64_t kAlignment = 8;                  // elements of 16 bits: 16 bytes
 constexpr int64_t kMostStride = int64_t{1} << 39;  // elements: 2^40 bytes
-constexpr const char* kDTypes[] = {"bf16", "fp16"};
+constexpr size_t kKeptAlignment = 128;             // bytes, of what is kept in a workspace: KEPT of native.py
+constexpr const char* kDTypes[] = {"bf16", "fp16", "fp8"};
 constexpr const char* kMasks[] = {"full", "causal", "window"};
+constexpr const char* kFeatures[] = {"deterministic", "fp16_out", "gqa", "int8_qk"};
 constexpr const char* kPasses[] = {"fwd", "bwd"};
+
+std::string names_of(unsigned features, const char* before, const char* between) {
+  std::string names;
+  for (size_t i = 0; i < std::size(kFeatures); ++i)
+    if (features >> i & 1) names.append(names.empty() ? before : between).append(kFeatures[i]);
+  return names;
+}
+
+std::string dims_of(int headdim, int headdim_v) {
+  return headdim == headdim_v ? text("d%d", headdim) : text("d%dx%d", headdim, headdim_v);
+}
 
 // What decides the choice, in the words of the catalog.
 struct Traits {
   Pass pass;
   DType dtype;
   Mask mask;
-  bool deterministic, gqa;
+  unsigned features;
+  Wanted wanted;
   int headdim, headdim_v, seqlen_k;
 
   std::string words() const {
-    std::string dims = headdim == headdim_v ? text("d%d", headdim) : text("d%dx%d", headdim, headdim_v);
+    const std::string dims = dims_of(headdim, headdim_v);
     return text("%s.%s.%s.%s", kPasses[int(pass)], kDTypes[int(dtype)], dims.c_str(), kMasks[int(mask)]) +
-           (deterministic ? ".deterministic" : "") + (gqa ? ".gqa" : "");
+           names_of(features, ".", ".");
+  }
+};
+
+// How FP8 codes are made, of tensors of `dtype`.
+struct Recipe {
+  DType dtype;
+  bool hadamard, smooth_k, int8_qk;
+
+  std::string words(const Traits& t) const {
+    return text("quantize.%s.%s", kDTypes[int(dtype)], dims_of(t.headdim, t.headdim_v).c_str()) +
+           (hadamard ? ".hadamard" : "") + (int8_qk ? ".int8_qk" : "") + (smooth_k ? ".smooth_k" : "");
   }
 };
 
@@ -46,7 +72,7 @@ const Port* port_on(const Kernel& kernel, int capability) {
 const Choice* first_that_fits(const Port& port, const Traits& t) {
   for (const Choice& c : port)
     if (t.headdim <= c.headdim && t.headdim_v <= c.headdim_v && t.dtype == c.dtype && t.mask == c.mask &&
-        t.deterministic == c.deterministic && t.seqlen_k >= c.min_seqlen)
+        (t.features & ~bit(Feature::gqa)) == c.features && t.wanted == c.wanted && t.seqlen_k >= c.min_seqlen)
       return &c;
   return nullptr;
 }
@@ -73,10 +99,9 @@ std::string refusal(const Kernel& kernel, const Traits& t, int capability, const
     return text("%s, the device is %s", needed_archs(kernel).c_str(), device_word(capability).c_str());
   if (*kernel.on_request && backend == "auto")
     return text("only with backend \"%s\": %s", kernel.backend, kernel.on_request);
-  if (!(kernel.dtypes >> int(t.dtype) & 1)) return text("no %s", kDTypes[int(t.dtype)]);
+  if (!kernel.has(t.dtype)) return text("no %s", kDTypes[int(t.dtype)]);
   if (!(kernel.masks >> int(t.mask) & 1)) return text("no %s mask", kMasks[int(t.mask)]);
-  if (t.deterministic && !kernel.deterministic) return "no deterministic";
-  if (t.gqa && !kernel.gqa) return "no gqa";
+  if (const unsigned missing = t.features & ~kernel.features) return names_of(missing, "no ", ", ");
   const std::string asked = text("headdim %d, headdim_v %d: ", t.headdim, t.headdim_v);
   if (t.headdim % kernel.multiple || t.headdim_v % kernel.multiple)
     return asked + text("both must be multiples of %d", kernel.multiple);
@@ -84,23 +109,46 @@ std::string refusal(const Kernel& kernel, const Traits& t, int capability, const
   return choice == nullptr ? asked + widest(*port) : "";
 }
 
+// Whether a row of its backend takes the dtype, so that this one, for others, has nothing to add.
+bool answered(const Kernel& kernel, const Traits& t) {
+  for (const Kernel& other : kernels())
+    if (other.pass == t.pass && other.has(t.dtype) && std::strcmp(other.backend, kernel.backend) == 0) return true;
+  return false;
+}
+
+void require_linked(const Variant& variant, const std::string& what) {
+  if (variant.function == nullptr)
+    throw Error(FAH_NOT_IN_LIBRARY, what +
+                                        ", which this library was built without; "
+                                        "CMake's FLASHATTN_HOPPER_VARIANTS lists what it is built with");
+}
+
 const Choice& choose(const Traits& traits, int capability, const std::string& backend) {
   std::string reasons;
   for (const Kernel& kernel : kernels()) {
-    if (kernel.pass != traits.pass) continue;
+    if (kernel.pass != traits.pass || (!kernel.has(traits.dtype) && answered(kernel, traits))) continue;
     const Choice* choice = nullptr;
     const std::string reason = refusal(kernel, traits, capability, backend, choice);
-    if (reason.empty()) {
-      if (choice->function != nullptr) return *choice;
-      throw Error(FAH_NOT_IN_LIBRARY,
-                  text("%s on %s is %s (%s), which this library was built without; "
-                       "CMake's FLASHATTN_HOPPER_VARIANTS lists what it is built with",
-                       traits.words().c_str(), device_word(capability).c_str(), choice->variant, choice->tile));
-    }
+    if (reason.empty()) return *choice;
     reasons += text("\n  %s: %s", kernel.name, reason.c_str());
   }
   throw Error(FAH_UNSUPPORTED, text("no kernel runs %s on %s:%s", traits.words().c_str(),
                                     device_word(capability).c_str(), reasons.c_str()));
+}
+
+// The quantizer's own head dimensions are exact: the rotation of another one is another.
+const Quantizer& choose_quantizer(const Traits& t, const Recipe& recipe) {
+  std::string dims;
+  for (const Quantizer& q : quantizers()) {
+    if (q.dtype != recipe.dtype || q.hadamard != recipe.hadamard || q.smooth_k != recipe.smooth_k ||
+        q.int8_qk != recipe.int8_qk)
+      continue;
+    if (q.headdim == t.headdim && q.headdim_v == t.headdim_v) return q;
+    dims += (dims.empty() ? "" : ", ") + dims_of(q.headdim, q.headdim_v);
+  }
+  throw Error(FAH_UNSUPPORTED, text("no kernel makes the operands of %s, which would be %s: "
+                                    "sm90.quantize is compiled ahead of time for %s",
+                                    t.words().c_str(), recipe.words(t).c_str(), dims.c_str()));
 }
 
 bool known_backend(const std::string& backend) {
@@ -110,10 +158,14 @@ bool known_backend(const std::string& backend) {
   return false;
 }
 
+Layout contiguous(int64_t batch, int64_t seqlen, int64_t heads, int64_t headdim) {
+  return {{batch, seqlen, heads, headdim}, {seqlen * heads * headdim, heads * headdim, headdim, 1}};
+}
+
 // A legal stride is a multiple of 16 bytes. That of a dimension of extent 1 means nothing and is replaced.
 Layout layout_of(const char* name, const int64_t (&given)[3], int64_t batch, int64_t seqlen, int64_t heads,
                  int64_t headdim) {
-  Layout layout{{batch, seqlen, heads, headdim}, {seqlen * heads * headdim, heads * headdim, headdim, 1}};
+  Layout layout = contiguous(batch, seqlen, heads, headdim);
   if (!given[0] && !given[1] && !given[2]) return layout;
   constexpr const char* dims[] = {"batch", "seqlen", "head"};
   for (int i = 2; i >= 0; --i) {
@@ -154,6 +206,12 @@ void check(const fah_problem& p, int headdim_v) {
           text("softmax_scale is %g; expected a finite number above 0, or 0 for 1 / sqrt(headdim)",
                double(p.softmax_scale)));
   require(p.device >= FAH_NO_ORDINAL, text("device is %d; expected a CUDA ordinal or FAH_NO_ORDINAL", p.device));
+  require(p.precision == FAH_16_BIT || p.precision == FAH_FP8,
+          text("precision is %d; expected FAH_16_BIT or FAH_FP8", int(p.precision)));
+  require(p.qk_codes == FAH_INT8 || p.qk_codes == FAH_E4M3,
+          text("qk_codes is %d; expected FAH_INT8 or FAH_E4M3", int(p.qk_codes)));
+  require(p.gradients >= FAH_DQ_DK_DV && p.gradients <= FAH_DK_DV,
+          text("gradients is %d; expected FAH_DQ_DK_DV, FAH_DQ or FAH_DK_DV", int(p.gradients)));
   if (p.device == FAH_NO_ORDINAL)
     require(p.arch > 0, text("arch is %d; with FAH_NO_ORDINAL expected 10 * major + minor, such as 90", p.arch));
   else
@@ -170,6 +228,48 @@ Mask mask_of(const fah_problem& p) {
 int64_t edge(int64_t keys, const fah_problem& p) {
   const int64_t far = int64_t{p.seqlen_q} + p.seqlen_k;
   return keys == FAH_OPEN ? far : std::min(keys, far);
+}
+
+Wanted wanted_of(const fah_problem& p) {
+  if (p.pass == FAH_FORWARD || p.gradients == FAH_DQ_DK_DV) return Wanted::all;
+  return p.gradients == FAH_DQ ? Wanted::dq : Wanted::dkdv;
+}
+
+// Codes, their scales and what the quantizer needs beside, one after the other in the workspace; what must be zero
+// comes first. Sizes are those of flashattn_hopper/buffers.py.
+void keep_codes(const fah_problem& p, int headdim_v, fah_plan& plan) {
+  const int64_t tiles = key_tiles(p.seqlen_k), keys = tiles * tile_keys();
+  const int64_t heads = int64_t{p.batch} * p.num_heads_q, heads_kv = int64_t{p.batch} * p.num_heads_kv;
+  const int64_t queries = heads * p.seqlen_q, chunks = heads_kv * key_chunks(p.seqlen_k);
+  const int64_t word = 4, smooth = plan.quantizer->smooth_k;
+  const struct {
+    Operand operand;
+    int64_t bytes;
+  } kept[kNumKept] = {
+      {Operand::tickets_, 2 * word},
+      {Operand::counters_, heads_kv * word},
+      {Operand::q8_, queries * p.headdim},
+      {Operand::k8_, heads_kv * p.seqlen_k * p.headdim},
+      {Operand::v8_, heads_kv * headdim_v * keys},
+      {Operand::q_descale_, queries * word},
+      {Operand::k_descale_, heads_kv * tiles * word},
+      {Operand::v_descale_, heads_kv * word},
+      {Operand::k_mean_, smooth * heads_kv * p.headdim * word},
+      {Operand::logit_offset_, smooth * queries * word},
+      // A peak of V for each chunk, padded to 16 bytes, and sums of K.
+      {Operand::workspace_, ((chunks + 3) / 4 * 4 + chunks * p.headdim) * word},
+  };
+  Codes& codes = plan.codes;
+  size_t end = 0;
+  for (int i = 0; i < kNumKept; ++i) {
+    codes.places[i] = {kept[i].operand, end};
+    end += (size_t(kept[i].bytes) + kKeptAlignment - 1) / kKeptAlignment * kKeptAlignment;
+  }
+  plan.workspace = {end, kKeptAlignment, codes.places[2].offset};
+  codes.int8_qk = plan.quantizer->int8_qk;
+  codes.q = contiguous(p.batch, p.seqlen_q, p.num_heads_q, p.headdim);
+  codes.k = contiguous(p.batch, p.seqlen_k, p.num_heads_kv, p.headdim);
+  codes.v = contiguous(p.batch, p.num_heads_kv, headdim_v, keys);
 }
 
 }  // namespace
@@ -191,21 +291,35 @@ void make_plan(const fah_problem& given, fah_plan& plan) {
   plan.k = layout_of("k", p.k_strides, p.batch, p.seqlen_k, p.num_heads_kv, p.headdim);
   plan.v = layout_of("v", p.v_strides, p.batch, p.seqlen_k, p.num_heads_kv, headdim_v);
   plan.dout = layout_of("dout", p.dout_strides, p.batch, p.seqlen_q, p.num_heads_q, headdim_v);
-  plan.softmax_scale = p.softmax_scale != 0 ? p.softmax_scale : 1 / std::sqrt(float(p.headdim));
+  plan.softmax_scale = p.softmax_scale != 0 ? p.softmax_scale : float(1 / std::sqrt(double(p.headdim)));
   plan.window_left = edge(p.window_left, p);
   plan.window_right = edge(p.window_right, p);
 
   const DeviceFacts device = p.device == FAH_NO_ORDINAL ? DeviceFacts{p.arch, 0} : device_facts(p.device);
   plan.device = p.device;
   plan.num_sms = device.num_sms;
-  const Traits traits{plan.pass, plan.dtype, mask_of(p), p.deterministic != 0, p.num_heads_q != p.num_heads_kv,
-                      p.headdim, headdim_v,  p.seqlen_k};
+  const bool fp8 = p.precision == FAH_FP8;
+  const Recipe recipe{plan.dtype, p.hadamard != 0, p.smooth_k != 0, p.qk_codes == FAH_INT8};
+  const unsigned features =
+      bit(Feature::deterministic, p.deterministic) | bit(Feature::gqa, p.num_heads_q != p.num_heads_kv) |
+      bit(Feature::fp16_out, fp8 && plan.dtype == DType::fp16) | bit(Feature::int8_qk, fp8 && recipe.int8_qk);
+  const Traits traits{
+      plan.pass, fp8 ? DType::fp8 : plan.dtype, mask_of(p), features, wanted_of(p), p.headdim, headdim_v, p.seqlen_k};
   plan.choice = &choose(traits, device.capability, backend);
+  plan.quantizer = fp8 ? &choose_quantizer(traits, recipe) : nullptr;
+  require_linked(plan.choice->variant,
+                 text("%s on %s is %s (%s)", traits.words().c_str(), device_word(device.capability).c_str(),
+                      plan.choice->variant.name, plan.choice->tile));
+  if (fp8) {
+    require_linked(plan.quantizer->variant, text("%s needs %s", traits.words().c_str(), plan.quantizer->variant.name));
+    return keep_codes(p, headdim_v, plan);
+  }
 
-  const bool tickets = plan.choice->takes(Operand::tickets_);
+  const bool tickets = plan.choice->variant.takes(Operand::tickets_);
   const int64_t rows = int64_t{p.batch} * p.num_heads_q * padded_rows(p.seqlen_q);
   const int64_t floats = plan.choice->floats_per_row * rows + plan.choice->floats;
-  plan.workspace = {static_cast<size_t>(tickets ? 2 * sizeof(int32_t) : floats * sizeof(float)), 16, tickets};
+  const size_t ticket_bytes = tickets ? 2 * sizeof(int32_t) : 0;
+  plan.workspace = {tickets ? ticket_bytes : static_cast<size_t>(floats) * sizeof(float), 16, ticket_bytes};
 }
 
 }  // namespace fah

@@ -15,15 +15,31 @@ struct Layout {
   int64_t strides[4];  // elements
 };
 
+constexpr int kNumKept = 11;
+
+// What is kept between the quantizer and the attention kernel. v is (batch, heads, headdim_v, keys in whole tiles).
+struct Codes {
+  struct Place {
+    Operand operand;
+    size_t offset;  // bytes, in the workspace
+  };
+
+  bool int8_qk;
+  Layout q, k, v;
+  Place places[kNumKept];
+};
+
 }  // namespace fah
 
 struct fah_plan {
   fah::Pass pass;
-  fah::DType dtype;
+  fah::DType dtype;  // of the tensors: 16 bits
   const fah::Choice* choice;
-  int device;  // FAH_NO_ORDINAL: not to be launched
+  const fah::Quantizer* quantizer;  // of FP8
+  int device;                       // FAH_NO_ORDINAL: not to be launched
   int num_sms;
   fah::Layout q, k, v, dout;
+  fah::Codes codes;  // of FP8
   float softmax_scale;
   int64_t window_left, window_right;  // edges as kernels take them
   fah_workspace workspace;

@@ -60,7 +60,7 @@ Doubles rounded(Doubles values, bool exact) {
   return values;
 }
 
-// q (Sq, D), k (Sk, D), v (Sk, Dv), dout (Sq, Dv), dlse (Sq): values of Element.
+// q (Sq, D), k (Sk, D), v (Sk, Dv), dout (Sq, Dv), dlse (Sq): values of Element. No gradients where dout is empty.
 template <class Element>
 Result attention(const Head& h, const Doubles& q, const Doubles& k, const Doubles& v, const Doubles& dout,
                  const Doubles& dlse, bool exact) {
@@ -85,6 +85,7 @@ Result attention(const Head& h, const Doubles& q, const Doubles& k, const Double
   }
   const Doubles p16 = rounded<Element>(p, exact);
   r.out = rounded<Element>(product<Row, Row>(p16, v, sq, h.headdim_v, sk), exact);
+  if (dout.empty()) return r;
   r.dv =
       rounded<Element>(product<Column, Row>(p16, dout, sk, h.headdim_v, sq), exact);  // p is (Sq, Sk): P^T by columns
   Doubles ds = product<Row, Column>(dout, v, sq, sk, h.headdim_v);

@@ -84,6 +84,11 @@ void bad_problems() {
     invalid("q_strides: -64 elements", [&](auto& p) { strides(p, -64); });
     invalid("q_strides: 549755813888 elements", [&](auto& p) { strides(p, int64_t{1} << 39); });
   }
+  invalid("precision is 2; expected FAH_16_BIT or FAH_FP8",
+          [](auto& p) { p.precision = static_cast<fah_precision>(2); });
+  invalid("qk_codes is 0; expected FAH_INT8 or FAH_E4M3", [](auto& p) { p.qk_codes = static_cast<fah_codes>(0); });
+  invalid("gradients is 3; expected FAH_DQ_DK_DV, FAH_DQ or FAH_DK_DV",
+          [](auto& p) { p.gradients = static_cast<fah_gradients>(3); });
   const int64_t odd[3] = {64, 64, 63};
   invalid("k_strides: 63 elements", [&](auto& p) { std::memcpy(p.k_strides, odd, sizeof(odd)); });
   invalid("v_strides: 63 elements", [&](auto& p) { std::memcpy(p.v_strides, odd, sizeof(odd)); });
@@ -99,6 +104,18 @@ void unsupported() {
   no("no kernel runs fwd.bf16.d64.causal.gqa on sm_75", [](auto&) {}, 75);
   no("sm90.forward: needs sm_90, the device is sm_80", [](auto& p) { p.backend = "sm90"; }, 80);
   no("sm80.forward: backend \"sm90\" was asked for", [](auto& p) { p.backend = "sm90"; }, 80);
+  const auto fp8 = [&](const std::string& part, const Change& change, int arch = 90) {
+    no(part, [&](auto& p) { p.precision = FAH_FP8, change(p); }, arch);
+  };
+  fp8(
+      "no kernel runs fwd.fp8.d64.causal.gqa.int8_qk on sm_80:\n  sm80.forward: no fp8\n  sm90.forward_fp8: needs "
+      "sm_90",
+      [](auto&) {}, 80);
+  fp8("fwd.fp8.d72.causal.fp16_out.gqa on sm_90",
+      [](auto& p) { p.headdim = 72, p.dtype = FAH_FP16, p.qk_codes = FAH_E4M3; });
+  fp8("sm90.forward_fp8: headdim 72, headdim_v 72: both must be multiples of 16", [](auto& p) { p.headdim = 72; });
+  fp8("sm90.backward: no fp8", [](auto& p) { p.pass = FAH_BACKWARD; });
+  fp8("sm80.backward: no fp8", [](auto& p) { p.pass = FAH_BACKWARD; });
 }
 
 void not_in_library() {
@@ -110,6 +127,19 @@ void not_in_library() {
   CHECK(made.status == FAH_NOT_IN_LIBRARY);
   CHECK_SAID(test::contains(made.said, "sm_90a:sm90:fwd.bf16.d256.causal"), made.said);
   CHECK_SAID(test::contains(made.said, "FLASHATTN_HOPPER_VARIANTS"), made.said);
+}
+
+// The rotation of another head dimension is another, so the quantizer does not pad.
+void quantizers_are_exact() {
+  fah_problem p = problem_on(90);
+  p.precision = FAH_FP8;
+  p.headdim = 80;
+  Plan made(p);
+  CHECK_SAID(made.status == FAH_UNSUPPORTED, made.said);
+  CHECK_SAID(test::contains(made.said,
+                            "which would be quantize.bf16.d80.hadamard.int8_qk.smooth_k: sm90.quantize is "
+                            "compiled ahead of time for d64, d96, d128, d192x128, d192, d256"),
+             made.said);
 }
 
 void null_pointers() {
@@ -125,8 +155,10 @@ void null_pointers() {
   CHECK(fah_forward(nullptr, nullptr, nullptr) == FAH_INVALID_ARGUMENT && said("plan is NULL"));
   CHECK(fah_backward(nullptr, nullptr, nullptr) == FAH_INVALID_ARGUMENT && said("plan is NULL"));
   CHECK(fah_plan_variant(nullptr) == nullptr && fah_plan_tile(nullptr) == nullptr);
+  CHECK(fah_plan_quantizer(nullptr) == nullptr);
   Plan made(p);
   CHECK_SAID(made.status == FAH_OK, made.said);
+  CHECK(fah_plan_quantizer(made.plan) == nullptr);
   CHECK(fah_plan_workspace(made.plan, nullptr) == FAH_INVALID_ARGUMENT && said("workspace is NULL"));
   CHECK(fah_forward(made.plan, nullptr, nullptr) == FAH_INVALID_ARGUMENT && said("args is NULL"));
 }
@@ -204,12 +236,86 @@ void workspaces() {
   fah_workspace w{};
   Plan forward(p);
   CHECK(fah_plan_workspace(forward.plan, &w) == FAH_OK);
-  CHECK(w.bytes == 8 && w.alignment == 16 && w.zeroed);
+  CHECK(w.bytes == 8 && w.alignment == 16 && w.zeroed == 8);
   p.pass = FAH_BACKWARD;
   p.seqlen_q = 130;  // two times 128 rows
   Plan backward(p);
   CHECK(fah_plan_workspace(backward.plan, &w) == FAH_OK);
   CHECK(w.bytes == (size_t{2} * 8 * 256 * (2 + 64) + 4) * sizeof(float) && !w.zeroed);
+}
+
+// What the defaults are, where codes lie, and what a launch asks for. False where this library has no FP8.
+void fp8_plans() {
+  fah_problem p = problem_on(90);
+  p.precision = FAH_FP8;
+  p.seqlen_q = 130;
+  p.seqlen_k = 300;  // three tiles of 128 keys
+  Plan made(p);
+  if (made.status == FAH_NOT_IN_LIBRARY) {
+    CHECK_SAID(test::contains(made.said, "fwd.fp8.d64.causal.int8_qk"), made.said);
+    return;
+  }
+  CHECK_SAID(made.status == FAH_OK, made.said);
+  if (made.status != FAH_OK) return;
+  CHECK(std::string(fah_plan_variant(made.plan)) == "sm_90a:sm90:fwd.fp8.d64.causal.int8_qk");
+  CHECK(std::string(fah_plan_quantizer(made.plan)) == "sm_90a:sm90:quantize.bf16.d64.hadamard.int8_qk.smooth_k");
+  fah_workspace w{};
+  CHECK(fah_plan_workspace(made.plan, &w) == FAH_OK);
+  CHECK(w.alignment == 128 && w.zeroed == 256);  // tickets; a counter for each of 2 x 2 heads
+  const size_t codes = 2 * 130 * 8 * 64 + 2 * 300 * 2 * 64 + 2 * 2 * 64 * 384;
+  CHECK_SAID(w.bytes > codes && w.bytes < codes + 64 * 1024, std::to_string(w.bytes));
+  const auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+  using F = fah_forward_args;
+  const F f{at(256), at(512), at(1024), at(2048), static_cast<float*>(at(4096)), at(8192)};
+  bad_addresses<F, const void*>(made.plan, f, fah_forward, {{"q", &F::q}, {"k", &F::k}, {"v", &F::v}}, false);
+  bad_addresses<F, void*>(made.plan, f, fah_forward, {{"out", &F::out}, {"workspace", &F::workspace}}, false);
+  bad_addresses<F, float*>(made.plan, f, fah_forward, {{"lse", &F::lse}}, true);
+  F off = f;
+  off.workspace = at(8192 + 16);
+  CHECK(fah_forward(made.plan, &off, nullptr) == FAH_INVALID_ARGUMENT);
+  CHECK_SAID(test::contains(fah_last_error(), "workspace: its address is not a multiple of 128"), fah_last_error());
+  CHECK(fah_backward(made.plan, nullptr, nullptr) == FAH_INVALID_ARGUMENT);
+  p.qk_codes = FAH_E4M3;
+  p.hadamard = p.smooth_k = 0;
+  Plan plain(p);
+  const char* quantizer = plain.status == FAH_OK ? fah_plan_quantizer(plain.plan) : plain.said.c_str();
+  CHECK_SAID(test::contains(quantizer, "fwd.fp8.d64.causal.gqa on sm_90 is ") ||
+                 test::contains(quantizer, "quantize.bf16.d64"),
+             quantizer);
+}
+
+// Gradients that are not computed need no memory.
+void some_gradients() {
+  const auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+  const auto floats = [](uintptr_t address) { return reinterpret_cast<float*>(address); };
+  const fah_backward_args none{at(256), at(512), at(768), at(1024), at(1280), floats(1536),
+                               nullptr, nullptr, nullptr, nullptr,  at(2816)};
+  int found = 0;
+  for (fah_gradients gradients : {FAH_DQ_DK_DV, FAH_DQ, FAH_DK_DV})
+    for (int64_t right : {int64_t{FAH_OPEN}, int64_t{0}}) {
+      fah_problem p = problem_on(90);
+      p.pass = FAH_BACKWARD;
+      p.window_right = right;
+      p.gradients = gradients;
+      Plan made(p);
+      const char* part = gradients == FAH_DQ ? ":dq" : ":dkdv";
+      if (made.status == FAH_NOT_IN_LIBRARY)
+        CHECK_SAID(gradients == FAH_DQ_DK_DV || test::contains(made.said, part), made.said);
+      if (made.status != FAH_OK) continue;
+      CHECK(gradients == FAH_DQ_DK_DV || test::contains(fah_plan_variant(made.plan), part));
+      fah_backward_args b = none;
+      const auto said = [&] { return fah_backward(made.plan, &b, nullptr), std::string(fah_last_error()); };
+      if (gradients != FAH_DK_DV) CHECK(said() == "dq is NULL"), b.dq = at(2048);
+      if (gradients != FAH_DQ) {
+        CHECK(said() == "dk is NULL");
+        b.dk = at(2304);
+        CHECK(said() == "dv is NULL");
+        b.dv = at(2560);
+      }
+      CHECK_SAID(test::contains(said(), "without a device"), said());
+      ++found;
+    }
+  CHECK(found >= 1);
 }
 
 void no_device() {
@@ -224,13 +330,13 @@ void no_device() {
 void as_the_catalog_says(const char* file) {
   std::ifstream lines(file);
   std::string line;
-  int read = 0, planned = 0, left_out = 0;
+  int read = 0, planned = 0, fp8 = 0, left_out = 0;
   while (std::getline(lines, line)) {
     std::istringstream fields(line);
     std::vector<std::string> f;
     for (std::string field; std::getline(fields, field, '\t');) f.push_back(field);
-    CHECK_SAID(f.size() == 12, line);
-    if (f.size() != 12) return;
+    CHECK_SAID(f.size() == 19, line);
+    if (f.size() != 19) return;
     ++read;
     fah_problem p = problem_on(std::stoi(f[0]));
     p.backend = f[1].c_str();
@@ -241,26 +347,38 @@ void as_the_catalog_says(const char* file) {
     p.window_left = f[6] == "window" ? 100 : FAH_OPEN;
     p.window_right = f[6] == "full" ? FAH_OPEN : 0;
     p.deterministic = std::stoi(f[7]);
-    p.seqlen_k = std::stoi(f[8]);
-    p.batch = p.num_heads_q = p.num_heads_kv = 1;
-    p.seqlen_q = 129;
+    p.gradients = f[8] == "all" ? FAH_DQ_DK_DV : f[8] == "dq" ? FAH_DQ : FAH_DK_DV;
+    p.precision = f[9] == "-" ? FAH_16_BIT : FAH_FP8;
+    p.hadamard = test::contains(f[9], "hadamard");
+    p.smooth_k = test::contains(f[9], "smooth_k");
+    p.qk_codes = test::contains(f[9], "int8_qk") ? FAH_INT8 : FAH_E4M3;
+    p.batch = std::stoi(f[10]);
+    p.seqlen_q = std::stoi(f[11]);
+    p.seqlen_k = std::stoi(f[12]);
+    p.num_heads_q = std::stoi(f[13]);
+    p.num_heads_kv = std::stoi(f[14]);
+    const std::string &variant = f[15], &tile = f[16], &quantizer = f[17], &bytes = f[18];
     Plan made(p);
-    if (f[9] == "-") {
+    if (variant == "-") {
       CHECK_SAID(made.status == FAH_UNSUPPORTED, line + ": " + made.said);
     } else if (made.status == FAH_NOT_IN_LIBRARY) {
       ++left_out;
-      CHECK_SAID(test::contains(made.said, " is " + f[9] + " (" + f[10] + ")"), line + ": " + made.said);
+      const bool named = test::contains(made.said, " is " + variant + " (" + tile + ")") ||
+                         (quantizer != "-" && test::contains(made.said, " needs " + quantizer + ","));
+      CHECK_SAID(named, line + ": " + made.said);
     } else {
       ++planned;
-      fah_workspace w{};
+      fp8 += p.precision == FAH_FP8;
       CHECK_SAID(made.status == FAH_OK, line + ": " + made.said);
-      CHECK_SAID(made.plan && f[9] == fah_plan_variant(made.plan) && f[10] == fah_plan_tile(made.plan), line);
+      CHECK_SAID(made.plan && variant == fah_plan_variant(made.plan) && tile == fah_plan_tile(made.plan), line);
+      const char* found = fah_plan_quantizer(made.plan);
+      CHECK_SAID(quantizer == (found ? found : "-"), line);
+      fah_workspace w{};
       fah_plan_workspace(made.plan, &w);
-      const long floats = std::stol(f[11]);
-      CHECK_SAID(floats < 0 ? w.bytes == (w.zeroed ? 8u : 0u) : w.bytes == floats * sizeof(float), line);
+      CHECK_SAID(w.bytes == std::stoull(bytes) && w.zeroed <= w.bytes, line + ": " + std::to_string(w.bytes));
     }
   }
-  std::printf("%d cases: %d planned, %d not in this library\n", read, planned, left_out);
+  std::printf("%d cases: %d planned, %d of them FP8, %d not in this library\n", read, planned, fp8, left_out);
   CHECK(read > 1000 && planned + left_out > 100);
 }
 
@@ -298,10 +416,13 @@ int main(int count, char** words) {
   bad_problems();
   unsupported();
   not_in_library();
+  quantizers_are_exact();
   null_pointers();
   launches_that_cannot_be();
   strides();
   workspaces();
+  fp8_plans();
+  some_gradients();
   no_device();
   library_is_listed();
   threads();
