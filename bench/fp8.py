@@ -17,7 +17,7 @@ from peers import first
 from tasks import TASKS, ForwardTask, Operands
 
 from flashattn_hopper import planner
-from flashattn_hopper.spec.problem import QuantizeTraits
+from flashattn_hopper.spec.problem import QuantizeTraits, int8_by_default
 
 BACKEND = "sm90"  # by name it is never the reference in silence
 E4M3 = torch.float8_e4m3fn
@@ -47,7 +47,7 @@ def scaled(x: torch.Tensor, dims) -> tuple[torch.Tensor, torch.Tensor]:
 
 # --------------------------------------------------------------------------------------------------- contestants
 class Ours(peers.Ours):
-    """e4m3 or int8 scores; tensors always take int8, the default of precision="fp8"."""
+    """e4m3 or int8 scores; tensors take the codes that precision="fp8" has for their headdim."""
 
     def __init__(self, name: str, title: str, int8: bool = False):
         self.name, self.title, self.int8 = name, title, int8
@@ -186,10 +186,11 @@ def problem_of(cell: suites.Cell, int8: bool = False):
     return dataclasses.replace(problem, traits=dataclasses.replace(problem.traits, int8_qk=int8))
 
 
-def quantizer(cell: suites.Cell, int8: bool = True):
+def quantizer(cell: suites.Cell, int8: bool | None = None):
     """(spec, traits, tile) of the quantizer of the cell's operands, by default that of precision="fp8"."""
     from flashattn_hopper.kernels.sm90.specs import QUANTIZER
 
+    int8 = int8_by_default(cell.headdim) if int8 is None else int8
     return QUANTIZER, QuantizeTraits("bf16", cell.headdim, cell.headdim_v, int8_qk=int8), None
 
 
@@ -198,5 +199,6 @@ def plans(cell: suites.Cell, capability: planner.Capability) -> list:
     kernel = lambda int8: planner.plan(problem_of(cell, int8).traits, capability, BACKEND, cell.shape)
     if cell.source:
         half = dataclasses.replace(cell.traits, dtype="bf16")
-        return [quantizer(cell), planner.plan(half, capability, "auto", cell.shape), kernel(True)]
+        kernel = kernel(int8_by_default(cell.headdim))
+        return [quantizer(cell), planner.plan(half, capability, "auto", cell.shape), kernel]
     return [quantizer(cell, False), quantizer(cell, True), kernel(True), kernel(False)]

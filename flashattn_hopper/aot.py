@@ -26,7 +26,7 @@ from .catalog import CATALOG
 from .kernels.sm90.specs import FORWARD_FP8, QUANTIZER
 from .spec.arch import ArchSpec
 from .spec.kernel import KernelSpec
-from .spec.problem import BWD, QuantizeTraits, Traits
+from .spec.problem import BWD, QuantizeTraits, Traits, int8_by_default
 
 _SMALL = ("bf16",), (64, 128), ("full", "causal")
 _TRAINING = ("bf16", "fp16"), (64, 128), ("full", "causal")
@@ -39,9 +39,10 @@ def _grid(dtypes, headdims, masks) -> tuple[str, ...]:
 
 def _fp8(dtypes, headdims, masks) -> tuple[str, ...]:
     """precision="fp8" by its defaults: the forwards, and what makes their operands."""
-    words = {"bf16": "int8_qk", "fp16": "fp16_out.int8_qk"}
-    forwards = (f"fwd.fp8.d{d}.{mask}.{words[dtype]}" for dtype, d, mask in product(dtypes, headdims, masks))
-    quantizers = (f"quantize.{dtype}.d{d}.hadamard.int8_qk.smooth_k" for dtype, d in product(dtypes, headdims))
+    codes = {d: ".int8_qk" * int8_by_default(d) for d in headdims}
+    out = {"bf16": "", "fp16": ".fp16_out"}
+    forwards = (f"fwd.fp8.d{d}.{mask}{out[dtype]}{codes[d]}" for dtype, d, mask in product(dtypes, headdims, masks))
+    quantizers = (f"quantize.{dtype}.d{d}.hadamard{codes[d]}.smooth_k" for dtype, d in product(dtypes, headdims))
     return tuple(f"sm_90a:sm90:{slug}" for slug in (*forwards, *quantizers))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from . import planner, runner, runner_fp8
 from .arguments import problem_of
-from .quantize import E4M3, QK_DTYPE, QK_DTYPES, TILE, BlockScaled, quantize_fp8, restore_lse
+from .quantize import E4M3, QK_DTYPES, TILE, BlockScaled, default_qk_dtype, quantize_fp8, restore_lse
 
 SCALARS = "float softmax_scale, int? window_left, int? window_right, bool deterministic, str backend"
 
@@ -47,7 +47,7 @@ def problem_fp8(q, k, v, scalars, out_dtype=None):
     """`out_dtype` None: that of q."""
     problem = problem_of(q.shape, k.shape, v.shape, "fp8", *scalars[:-1])
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    codes = q.data.dtype if isinstance(q, BlockScaled) else QK_DTYPES[QK_DTYPE]
+    codes = q.data.dtype if isinstance(q, BlockScaled) else QK_DTYPES[default_qk_dtype(q.shape[3])]
     words = {
         "int8_qk": codes == torch.int8,
         "fp16_out": out_dtype == torch.float16,
@@ -95,9 +95,10 @@ def _by_kernel(problem, backend, q):
 
 def _operands(dtype, q8, k8, v8, q_descale, k_descale, v_descale, k_mean):
     """The operands of the default recipe again."""
+    qk = QK_DTYPES[default_qk_dtype(q8.shape[3])]
     return (
-        BlockScaled(q8.view(QK_DTYPES[QK_DTYPE]), q_descale, 1, dtype, rotated=True),
-        BlockScaled(k8.view(QK_DTYPES[QK_DTYPE]), k_descale, TILE, dtype, rotated=True, mean=k_mean),
+        BlockScaled(q8.view(qk), q_descale, 1, dtype, rotated=True),
+        BlockScaled(k8.view(qk), k_descale, TILE, dtype, rotated=True, mean=k_mean),
         BlockScaled(v8.view(E4M3), v_descale, None, dtype),
     )
 

@@ -21,12 +21,17 @@ import torch
 import torch.nn.functional as F
 
 from .buffers import TILE
+from .spec.problem import int8_by_default
 
 E4M3 = torch.float8_e4m3fn
 QK_DTYPES = {"fp8": E4M3, "int8": torch.int8}
-QK_DTYPE = "int8"  # of precision="fp8"
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}
 _TINY = 2.0**-100  # Why: the product of two scales must stay a normal float32
+
+
+def default_qk_dtype(headdim: int) -> str:
+    """Codes of q and k that precision="fp8" takes."""
+    return "int8" if int8_by_default(headdim) else "fp8"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +79,7 @@ def quantize_fp8(
     *,
     hadamard: bool = True,
     smooth_k: bool = True,
-    qk_dtype: str = QK_DTYPE,
+    qk_dtype: str | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
     """q, k, v as FP8 operands of one `hopper_attention` call; the defaults are what precision="fp8" does inside.
 
@@ -88,7 +93,8 @@ def quantize_fp8(
             128-key tile and scale of v see the whole sequence, and through rounding alone move what a causal query
             gets.
         qk_dtype: codes of q and k. "int8" has an absolute error, which after the rotation is the smaller one, and its
-            products are exact; "fp8" (e4m3) has a relative one, which without the rotation outliers want.
+            products are exact; "fp8" (e4m3) has a relative one, which without the rotation outliers want. Default:
+            "fp8" up to headdim 192, where it is 2 to 13 % faster, and "int8" beyond.
 
     A block of zeros gets scale 1 and codes 0, and so does one whose scale would be below 2^-100. A block with inf or
     NaN (after the rotation: a row of q; with smooth_k a whole head of k, else a tile; a head of v) gets the scale NaN:
@@ -111,7 +117,7 @@ def quantize_fp8(
     (arXiv 2410.02367), smoothing of K.
     """
     _check(q, k, v, qk_dtype)
-    code_dtype = QK_DTYPES[qk_dtype]
+    code_dtype = QK_DTYPES[qk_dtype or default_qk_dtype(q.shape[3])]
     with torch.autocast(q.device.type if q.device.type != "meta" else "cpu", enabled=False):
         query, key = q.float(), k.float()
         mean = offset = None
@@ -279,8 +285,8 @@ def _check(q, k, v, qk_dtype):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             found = str(x.dtype).removeprefix("torch.") if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise TypeError(f"{name}: expected a floating-point tensor (batch, seqlen, heads, headdim), got {found}")
-    if qk_dtype not in QK_DTYPES:
-        raise ValueError(f"qk_dtype: allowed are {', '.join(map(repr, QK_DTYPES))}, got {qk_dtype!r}")
+    if qk_dtype is not None and qk_dtype not in QK_DTYPES:
+        raise ValueError(f"qk_dtype: allowed are {', '.join(map(repr, QK_DTYPES))} and None, got {qk_dtype!r}")
     shapes = [tuple(x.shape) for x in (q, k, v)]
     fits = all(len(shape) == 4 for shape in shapes)
     if fits:

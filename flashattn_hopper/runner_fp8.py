@@ -15,8 +15,8 @@ import torch
 
 from . import buffers, jit, planner, runner
 from .kernels.sm90.specs import QUANTIZER
-from .quantize import E4M3, QK_DTYPE, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
-from .spec.problem import BWD, FP8_FEATURES, AttentionProblem, QuantizeTraits
+from .quantize import E4M3, TILE, BlockScaled, decode_as, rotation_matrix, row_scales, tile_scales
+from .spec.problem import BWD, FP8_FEATURES, AttentionProblem, QuantizeTraits, int8_by_default
 
 
 class Codes(NamedTuple):
@@ -81,12 +81,14 @@ def bind(chosen: planner.Plan, problem: AttentionProblem, dtype, device):
     return attend
 
 
-def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=QK_DTYPE == "int8") -> Codes:
+def quantize(q, k, v, *, hadamard=True, smooth_k=True, int8_qk=None) -> Codes:
     """What quantize_fp8 computes, by the fused kernel: FP16 or BF16 tensors on a Hopper GPU, none of them empty.
+    `int8_qk` None: as precision="fp8" has it.
 
     Raises: ValueError for head dimensions that are not multiples of 16 up to 256.
     """
     headdim, headdim_v = q.shape[3], v.shape[3]
+    int8_qk = int8_by_default(headdim) if int8_qk is None else int8_qk
     word = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(q.dtype)
     traits = QuantizeTraits(str(word), headdim, headdim_v, hadamard, smooth_k, int8_qk)
     fn = jit.compiled(QUANTIZER, traits, None, QUANTIZER.arch)

@@ -743,7 +743,7 @@ def test_quantizer_rows(bench, emulated, tmp_path):
     assert bench.quantizer.moved_bytes(cell) == 400 * 32 * (4 * 3 + (2 + 2) * 5)
     assert bench.quantizer.moved_bytes(cell, 1) == 400 * 32 * (4 + 2 + 2) * 3
     ours, copy = bench.quantizer.rows(cell, brief(bench), "cpu", emulated.quantize)
-    assert (ours["slug"], ours["kv_heads"]) == ("quantize.bf16.d32.hadamard.int8_qk.smooth_k", 2)
+    assert (ours["slug"], ours["kv_heads"]) == ("quantize.bf16.d32.hadamard.smooth_k", 2)
     assert ours["share"] == round(copy["ms"] / ours["ms"], 3) and copy["gb_s"] > 0
     assert 0.02 < ours["rel_error"] < 0.03 and "rel_error" not in copy
     assert "share" in bench.quantizer.line([ours, copy])

@@ -248,7 +248,12 @@ BAD = {
     "data": (changed(0, data=None), {}, TypeError, ["q: expected a torch.Tensor"]),
     "v int8": (changed(2, data=torch.ones(2, 7, 2, 8).to(torch.int8)), {}, TypeError, ["v: codes are int8"]),
     "half codes": (changed(1, data=torch.ones(2, 7, 2, 16).half()), {}, ValueError, ["k: codes are float16", "int8"]),
-    "mixed codes": (changed(1, data=torch.ones(2, 7, 2, 16).to(E4M3)), {}, TypeError, ["q int8", "k float8_e4m3fn"]),
+    "mixed codes": (
+        changed(1, data=torch.ones(2, 7, 2, 16).to(torch.int8)),
+        {},
+        TypeError,
+        ["q float8_e4m3fn", "k int8"],
+    ),
     "heads": (changed(0, data=torch.ones(2, 5, 3, 16).to(E4M3)), {}, ValueError, ["3 query heads"]),
     "descale shape": (changed(1, descale=torch.ones(2, 2)), {}, ValueError, ["k: descale", "(2, 2, 1)", "rows=128"]),
     "descale dtype": (changed(1, descale=torch.ones(2, 2, 1).half()), {}, TypeError, ["k: descale is float16"]),
@@ -285,7 +290,7 @@ def test_explain():
         "reference",
         "reference.backward_fp8",
     )
-    assert said.slug == "fwd.fp8.d16x8.full.gqa.int8_qk" and "q, k, v: quantized on every call" in said.notes
+    assert said.slug == "fwd.fp8.d16x8.full.gqa" and "q, k, v: quantized on every call" in said.notes
     said = explain(*quantize_fp8(q, k, v))
     assert (said.kernel, said.backward) == ("reference.forward_fp8", None) and "carry no gradient" in str(said)
     assert "cast" not in str(explain(q.float(), k.float(), v.float(), precision="fp8"))
@@ -306,7 +311,7 @@ def test_cuda_tensors_take_the_kernel_or_the_emulation_by_name(monkeypatch):
             hopper_attention(*operands, precision="fp8")
         message = str(info.value)
         for part in (
-            "no kernel runs fwd.fp8.d16x8.full.gqa.int8_qk on sm_80",
+            "no kernel runs fwd.fp8.d16x8.full.gqa on sm_80",
             "reference.forward_fp8: runs on sm_80 only with backend='reference'",
             'backend="reference" runs it',
         ):
@@ -318,14 +323,16 @@ def test_cuda_tensors_take_the_kernel_or_the_emulation_by_name(monkeypatch):
         assert hopper_attention(*operands, backend="reference", precision="fp8").isfinite().all()
 
 
-def test_explain_names_the_kernels_of_a_hopper_gpu(monkeypatch):
+@pytest.mark.parametrize("headdim, codes", [(64, ""), (128, ""), (192, ""), (208, ".int8_qk"), (256, ".int8_qk")])
+def test_explain_names_the_kernels_of_a_hopper_gpu(monkeypatch, headdim, codes):
+    """int8 for q and k where it costs no speed."""
     monkeypatch.setattr(planner, "capability_of", lambda device: (9, 0))
-    said = explain(*torch.zeros(3, 1, 4, 2, 64, dtype=BF), precision="fp8")
-    assert (said.kernel, said.backward, said.compiled) == (
-        "sm90.forward_fp8",
-        "sm90.backward",
-        "fwd.fp8.d64.full.int8_qk",
-    )
+    q, k, v = torch.zeros(3, 1, 4, 2, headdim, dtype=BF)
+    said = explain(q, k, v, precision="fp8")
+    assert (said.kernel, said.backward) == ("sm90.forward_fp8", "sm90.backward")
+    compiled = headdim if headdim != 208 else 256
+    assert said.compiled == f"fwd.fp8.d{compiled}.full{codes}"
+    assert (quantize_fp8(q, k, v)[0].data.dtype == torch.int8) == bool(codes)
 
 
 def test_block_scaled_is_public():

@@ -216,7 +216,7 @@ def test_bad_operands_are_named(change, exception, words):
 
 
 def test_unknown_qk_dtype():
-    with pytest.raises(ValueError, match=r"qk_dtype: allowed are 'fp8', 'int8', got 'e5m2'"):
+    with pytest.raises(ValueError, match=r"qk_dtype: allowed are 'fp8', 'int8' and None, got 'e5m2'"):
         quantize_fp8(*qkv(), qk_dtype="e5m2")
 
 

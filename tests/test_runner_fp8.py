@@ -88,8 +88,8 @@ def test_tensors_are_quantized_then_attended(launched, dtype):
     )
     (first, recipe, given), (second, traits, sent) = launched
     assert (first, second) == ("sm90.quantize", "sm90.forward_fp8")
-    assert (recipe.hadamard, recipe.smooth_k, recipe.int8_qk) == (True, True, True)
-    assert traits.mask == "window" and traits.fp16_out == (dtype == torch.float16) and traits.int8_qk
+    assert (recipe.hadamard, recipe.smooth_k, recipe.int8_qk) == (True, True, False)
+    assert traits.mask == "window" and traits.fp16_out == (dtype == torch.float16) and not traits.int8_qk
     assert given.q is q and given.k is k and given.v is v
     for name in ("q_descale", "k_descale", "v_descale", "logit_offset"):
         assert getattr(given, name) == getattr(sent, name) != 0

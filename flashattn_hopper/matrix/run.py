@@ -17,7 +17,7 @@ from ..kernels.sm90.specs import QUANTIZER
 from ..planner import Capability, capability_of
 from ..quantize import dequantize, quantize_fp8
 from ..spec.arch import CPU
-from ..spec.problem import BWD, FWD, QuantizeTraits, Traits
+from ..spec.problem import BWD, FWD, QuantizeTraits, Traits, int8_by_default
 from .build import Crew, Job, compilation, missing_compiler
 from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
 
@@ -26,7 +26,7 @@ STATUSES = (PASSED, FAILED, COMPILED, REFUSED)
 INPUTS = TORCH_DTYPES | {"fp8": torch.bfloat16}
 # Features of FP8 that inputs of another dtype ask for, and one that other codes do, which carry no gradient.
 OUTPUTS = {"fp16_out": torch.float16, "fp32_out": torch.float32}
-CODES = {"int8_qk": "int8"}
+CODES = ("int8_qk",)
 # What a cell can be asked with; a feature that is not here is refused, and not run without.
 FEATURES = {FWD: {"gqa", "deterministic", *OUTPUTS, *CODES}, BWD: {"gqa", "deterministic", *OUTPUTS}}
 
@@ -112,7 +112,8 @@ def launched(cell: Cell) -> list[tuple]:
         plans = [planner.plan(forward, spec.arch.capability, spec.backend, call.shape) for call in calls(cell)]
         made += [(*plan, plan.spec.arch) for plan in plans]
     elif traits.dtype == "fp8" and not _codes(traits):
-        operands = QuantizeTraits(WORDS[_input_dtype(traits)], traits.headdim, traits.headdim_v)
+        dims = traits.headdim, traits.headdim_v
+        operands = QuantizeTraits(WORDS[_input_dtype(traits)], *dims, int8_qk="int8_qk" in traits.features)
         made.append((QUANTIZER, operands, None, QUANTIZER.arch))
     return list(dict.fromkeys(made))
 
@@ -231,13 +232,16 @@ def _usual(traits: Traits, operands, arguments) -> oracle.Dense:
     if traits.dtype == "fp8":
         # It knows no FP8 attention: this is float32 on what the 8-bit codes stand for.
         wide = [x.float() for x in operands]
-        operands = [dequantize(x) for x in quantize_fp8(*wide, qk_dtype=_codes(traits) or "fp8")]
+        operands = [dequantize(x) for x in quantize_fp8(*wide, qk_dtype=_codes(traits))]
     return oracle.plain(*operands, **arguments)
 
 
 def _codes(traits: Traits) -> str | None:
-    """The codes of q and k that a feature asks for; None: those of precision="fp8"."""
-    return next((CODES[word] for word in CODES if word in traits.features), None)
+    """The codes of q and k that a cell is for; None: those of precision="fp8", which gradients always have."""
+    int8 = "int8_qk" in traits.features
+    if traits.dtype != "fp8" or traits.phase == BWD or int8 == int8_by_default(traits.headdim):
+        return None
+    return "int8" if int8 else "fp8"
 
 
 def _terms(traits: Traits, exact: oracle.Dense, usual: oracle.Dense, name: str) -> torch.Tensor:

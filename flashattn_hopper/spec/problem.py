@@ -68,6 +68,16 @@ class Traits:
         return traits
 
 
+# Up to this headdim int8 scores cost the FP8 forward 2 to 13 % of its speed on an H200, at 256 nothing
+# (bench/results/nvidia-h200/fp8.json).
+E4M3_UP_TO = 192
+
+
+def int8_by_default(headdim: int) -> bool:
+    """Whether precision="fp8" takes int8 codes of q and k, the more accurate ones: where they are not slower."""
+    return headdim > E4M3_UP_TO
+
+
 @dataclass(frozen=True)
 class QuantizeTraits:
     """What is compiled into the quantizer: the dtype of its inputs, exact head dimensions, and the recipe."""
