@@ -2,7 +2,8 @@
 
 One measurement of one contestant (`measure`) is what triton's `do_bench` does: estimate, warm up, then time every
 call alone between two events, after a write that pushes the operands out of the L2 cache. `interleave` takes several
-such measurements of each contestant, round robin, so that a drift of clocks or power meets everyone alike.
+such measurements of each contestant, in rounds, so that a drift of clocks or power meets everyone alike, and in orders
+in which nobody always follows the same one.
 
 On a CPU (tests) the same code runs with the host clock and without the flush.
 """
@@ -130,6 +131,17 @@ def measure(fn: Callable[[], Any], clock) -> list[float]:
     return clock.each(fn, max(1, int(clock.settings.rep_ms / estimate)))
 
 
+def orders(count: int) -> list[list[int]]:
+    """Orders of `count` contestants in which each follows every other one equally often, whole: a Williams design.
+
+    Why: at its power limit a GPU is slower after one that drew much. Rounds that only begin with another contestant
+    leave everyone behind the same neighbour.
+    """
+    first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    rows = [[(place + shift) % count for place in first] for shift in range(count)]
+    return rows if count % 2 == 0 else rows + [row[::-1] for row in rows]
+
+
 def interleave(
     contestants: Mapping[str, Callable[[], Any]],
     clock,
@@ -143,10 +155,9 @@ def interleave(
         sessions: name -> context manager to hold while that contestant is measured.
     """
     results: dict[str, Timing | Exception] = {name: Timing() for name in contestants}
-    names = list(contestants)
+    names, rows = list(contestants), orders(len(contestants))
     for turn in range(clock.settings.rounds):
-        # Why: each round starts with another one, so that nobody always runs after the same neighbour.
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in map(names.__getitem__, rows[turn % len(rows)]):
             timing = results[name]
             if isinstance(timing, Exception):
                 continue

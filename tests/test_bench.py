@@ -1,9 +1,11 @@
 """The benchmark harness without a GPU: what a suite asks, what a row says, and what is drawn from it."""
 
+import collections
 import ctypes
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import pathlib
@@ -144,6 +146,15 @@ def test_contestants_take_turns_and_the_first_one_changes(bench, monkeypatch):
     found = bench.timing.interleave(calls, brief(bench, rounds=3))
     assert "".join(order) == "abcbcacab"
     assert all(len(t.rounds) == len(t.spans) == 3 for t in found.values())
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_everyone_follows_everyone_else_equally_often(bench, count):
+    rows = bench.timing.orders(count)
+    assert all(sorted(row) == list(range(count)) for row in rows)
+    pairs = collections.Counter(pair for row in rows for pair in itertools.pairwise(row))
+    assert len(pairs) == count * (count - 1) and len(set(pairs.values())) <= 1
+    assert {row[0] for row in rows} == set(range(count))
 
 
 def test_a_contestant_that_breaks_later_is_left_out(bench):
@@ -1094,6 +1105,7 @@ from flashattn_hopper.spec.problem import Shape, Traits
 _, seqlen, _, headdim = {shape}
 plan = planner.plan(Traits("fwd", "bf16", headdim, headdim, "causal"), (9, 0), "auto", Shape(1, seqlen, seqlen, 1, 1))
 jit.compiled(*plan, plan.spec.arch)
+import itertools
 import json
 print(json.dumps(dict(stats=jit.stats()._asdict())))
 """,
