@@ -45,7 +45,9 @@ def ptx(traits, ordered=False):
         return jit._compile(BACKWARD, traits, tile, BACKWARD.arch, f"--keep-ptx --dump-dir {folder}").__ptx__, tile
 
 
-def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2, ordered=False):
+def gradients(
+    q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2, ordered=False, resident=None
+):
     """(dq, dk, dv), handed over as the host half of the kernel does."""
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     dtype = next(name for name, kind in DTYPES.items() if kind == q.dtype)
@@ -72,9 +74,9 @@ def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=()
 
     def launch(kernel, blocks, parameters, maps=()):
         threads = tile.num_threads if maps else ENDS
-        resident = blocks if tile.in_turn else 1
+        together = resident or (blocks if tile.in_turn else 1)
         maps = dict(zip(range(0, 99, 2), maps))
-        run(text, parameters, maps, threads, blocks, memory, late if maps else (), kernel, resident)
+        run(text, parameters, maps, threads, blocks, memory, late if maps else (), kernel, together)
 
     launch(
         "prepare",
@@ -230,7 +232,7 @@ def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96), **wo
 
 @pytest.mark.parametrize("dims, mask", [((64, 64), "causal"), ((96, 96), "full"), ((128, 128), "window")], ids=str)
 def test_sums_in_turn_do_not_depend_on_who_does_which_tile(dims, mask):
-    """One block does all key tiles, or as many blocks as there are tiles wait for each other."""
+    """One block does all key tiles; as many blocks as there are tiles wait for each other; or they do not run yet."""
     q, k, v, dout = operands((1, 140, 300, 2, 1), dims)
     band, words = MASKS[mask]
     exact = attention(q, k, v, **words)

@@ -35,6 +35,9 @@ from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores,
 from .sum_order import Turns, counter_of
 from .tensors import SLAB, fence, one_stage, slices, stage_bytes, staged, write_slab
 
+# Taken off the first ticket of a block where that is drawn too.
+FIRST = 1 << 30
+
 
 class Work(NamedTuple):
     n_block: Int32
@@ -279,16 +282,21 @@ class KeyGradient:
     def load(self, dev, rings, smem, board):
         """Producer warp: K and V, then Q with lse and delta, and dO, tile after tile, head after head."""
         slot, kv, linear = first_slot(), first_slot(), cute.arch.block_idx()[0]
-        order = self.order(dev)
+        order, begin, shown = self.order(dev), cute.arch.grid_dim()[0], linear
+        if const_expr(self.tile.in_turn):
+            # Why: a block that waits for a multiprocessor may not hold a ticket that others wait for.
+            self.after_prepare()
+            begin, linear = Int32(0), cute.arch.shuffle_sync(board.draw(), 0)
+            shown = Int32(cutlass.select_(linear < order.extent.tiles(), linear - FIRST, linear))
         work = self.work(order, linear)
         if const_expr(self.dynamic):
-            board.post(kv, linear, work)
+            board.post(kv, shown, work)
             while linear < order.extent.tiles():
                 self.load_keys(dev, rings, smem, work, kv)
                 self.after_prepare()
                 ticket = board.draw()
                 slot = self.load_queries(dev, rings, smem, work, slot)
-                linear = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
+                linear = cute.arch.shuffle_sync(ticket, 0) + begin
                 work = self.work(order, linear)
                 kv = kv.next()
                 board.post(kv, linear, work)
@@ -406,8 +414,9 @@ class KeyGradient:
                 slot = self.consume_tile(dev, hooks, place, Work(*work), slot, kv)
                 # Looked up again, so as not to occupy registers through the main loop.
                 linear, work = board.look(kv)
-                # Tickets begin at the number of blocks: this one has done a tile before.
-                before = (place.warp == 0) & (linear >= cute.arch.grid_dim()[0])
+                # Tickets begin at the number of blocks, or the first is marked: this one has done a tile before.
+                later = 0 if const_expr(t.in_turn) else cute.arch.grid_dim()[0]
+                before = (place.warp == 0) & (linear >= later)
                 arrive_after_stores(rings.kv.empty + (kv.index ^ 1), before, place.lane)
                 self.store(dev, smem, Work(*work), hooks.dK, hooks.dV, kv.index)
                 board.done(kv)

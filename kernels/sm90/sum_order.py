@@ -9,9 +9,11 @@ keep the order, and the consumers wait in shared memory only:
                    adds one to the counter, which publishes the sums
     first warp     waits for seen i - 2 before it looks at tile i
 
-Invariant: the tickets of a head's key tiles rise with their keys. A thread block so waits for key tiles with lower
-tickets only, the lowest unfinished one for nobody. All visit query tiles from the last one down: under a window, where
-key tile n + 1 begins as many queries later as it ends, each so finds that the one before it has passed.
+Invariant: the tickets of a head's key tiles rise with their keys, and only a block that runs holds one. A thread block
+so waits for key tiles with lower tickets only, and the lowest unfinished one for nobody, however few blocks run.
+
+All visit query tiles from the last one down: under a window, where key tile n + 1 begins as many queries later as it
+ends, each so finds that the one before it has passed.
 """
 
 from dataclasses import dataclass
