@@ -48,8 +48,10 @@ def ptx(traits, ordered=False):
 def gradients(
     q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2, ordered=False, resident=None
 ):
-    """(dq, dk, dv), handed over as the host half of the kernel does. `resident`: how many blocks run at once; by default
-    all that may wait for each other."""
+    """(dq, dk, dv), handed over as the host half of the kernel does.
+
+    `resident`: how many blocks run at once; by default all that may wait for each other.
+    """
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     dtype = next(name for name, kind in DTYPES.items() if kind == q.dtype)
     traits = BACKWARD.compiled(Traits(BWD, dtype, d, d_v, band.kind, deterministic=deterministic))
