@@ -245,6 +245,12 @@ void workspaces() {
   Plan backward(p);
   CHECK(fah_plan_workspace(backward.plan, &w) == FAH_OK);
   CHECK(w.bytes == (size_t{2} * 8 * 256 * (2 + 64) + 4) * sizeof(float) && !w.zeroed);
+  p.deterministic = 1;
+  p.window_right = FAH_OPEN;
+  Plan in_turn(p);  // a counter for each row
+  if (in_turn.status == FAH_NOT_IN_LIBRARY) return;
+  CHECK(fah_plan_workspace(in_turn.plan, &w) == FAH_OK);
+  CHECK(w.bytes == (size_t{2} * 8 * 256 * (2 + 64 + 1) + 4) * sizeof(float) && !w.zeroed);
 }
 
 // As Python's: what the plan has, or what it says that this library lacks.
