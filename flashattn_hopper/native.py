@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from functools import cache
-from itertools import compress, product
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from ._version import __version__
 from .catalog import CATALOG
 from .kernels.sm90.specs import QUANTIZER
 from .spec.kernel import KernelSpec
-from .spec.problem import BWD, FP8, FWD, HALF, MASKS, PHASES, QuantizeTraits, Shape, Traits
+from .spec.problem import BWD, FP8, FWD, HALF, MASKS, PHASES, QuantizeTraits, Shape, Traits, int8_by_default
 from .spec.tile import ROW_PAD
 
 DTYPES = (*sorted(HALF), *FP8)
@@ -93,6 +93,12 @@ def quantizers() -> dict[aot.Variant, None]:
     return dict.fromkeys(variant for variant in aot.catalog_variants() if variant.spec is QUANTIZER)
 
 
+def default_codes() -> list[tuple[int, bool]]:
+    """(headdim, int8_qk): what `int8_by_default` answers up to this headdim, from the row before on."""
+    widest = max(variant.traits.headdim for variant in quantizers())
+    return [(max(dims), int8_qk) for int8_qk, dims in groupby(range(1, widest + 1), int8_by_default)]
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -107,6 +113,8 @@ def tables(variants: list[aot.Variant]) -> str:
     ]
     text += ["", "constexpr Quantizer kQuantizers[] = {"]
     text += [f"    {_quantizer(variant, linked)}," for variant in quantizers()]
+    text += ["};", "", "constexpr DefaultCodes kDefaultCodes[] = {"]
+    text += [f"    {{{headdim}, {_bool(int8_qk)}}}," for headdim, int8_qk in default_codes()]
     text += ["};", ""]
     kernels = []
     for spec in served():
@@ -184,7 +192,7 @@ def _word(name):
 
 
 class Call(NamedTuple):
-    """One problem of the C interface. `recipe`: None, or of FP8 the words of the quantizer's slug."""
+    """One problem of the C interface. `recipe`: None, or of FP8 words of RECIPE and one of CODES_QK or none."""
 
     capability: tuple[int, int]
     backend: str
@@ -203,7 +211,12 @@ class Call(NamedTuple):
         traits = Traits(self.phase, self.dtype, *self.dims, self.mask, gqa, self.deterministic)
         if self.recipe is None:
             return traits
-        return replace(traits, dtype="fp8", int8_qk="int8_qk" in self.recipe, fp16_out=self.dtype == "fp16")
+        return replace(traits, dtype="fp8", int8_qk=self.int8_qk, fp16_out=self.dtype == "fp16")
+
+    @property
+    def int8_qk(self) -> bool:
+        asked = next((word for word in self.recipe if word in CODES_QK), None)
+        return int8_by_default(self.dims[0]) if asked is None else asked == "int8_qk"
 
     @property
     def fields(self) -> tuple:
@@ -214,7 +227,8 @@ class Call(NamedTuple):
         )
 
 
-RECIPE = "hadamard", "int8_qk", "smooth_k"
+RECIPE = "hadamard", "smooth_k"
+CODES_QK = "int8_qk", "e4m3_qk"
 
 
 def cases(variants: list[aot.Variant]) -> Iterator[str]:
@@ -227,14 +241,16 @@ def cases(variants: list[aot.Variant]) -> Iterator[str]:
     backends = ("auto", *dict.fromkeys(spec.backend for spec in served()))
     edges = {n for spec in served() for here in on_each_arch(spec) for row in here.tiles for n in _around(row)}
     shapes = [Shape(b, sq, sk, *h) for b, sq, h in _SHAPES for sk in sorted({1, 100, 20000} | edges)]
-    recipes = [tuple(compress(RECIPE, on)) for on in product((False, True), repeat=len(RECIPE))]
+    words = *((None, word) for word in RECIPE), (None, *CODES_QK)
+    recipes = [tuple(filter(None, chosen)) for chosen in product(*words)]
     axes = (
         *([*capabilities, *others], backends, PHASES, sorted(HALF), dims, MASKS, (False, True), WANTED),
         *([None] * len(recipes) + recipes, shapes),
     )
     source = random.Random(0)
     calls = [Call(*map(source.choice, axes)) for _ in range(CASES)]
-    calls += [_served_by(*one) for one in product(variants, shapes)]
+    served_here = [_served_by(*one) for one in product(variants, shapes)]
+    calls += served_here + [_by_default(call) for call in served_here if call.recipe is not None]
     for call in dict.fromkeys(calls):
         yield "\t".join(map(str, (*call.fields, *_answer(call))))
 
@@ -252,11 +268,16 @@ def _served_by(variant, shape):
     if spec is QUANTIZER:
         phase, recipe = FWD, tuple(word for word in RECIPE if getattr(traits, word))
     elif dtype == "fp8":
-        dtype = "fp16" if traits.fp16_out else "bf16"
-        recipe = tuple(word for word in RECIPE if word != "int8_qk" or traits.int8_qk)
+        dtype, recipe = "fp16" if traits.fp16_out else "bf16", RECIPE
+    if recipe is not None:
+        recipe += (CODES_QK[0 if traits.int8_qk else 1],)
     deterministic = getattr(traits, "deterministic", False)
     asked = phase, dtype, (traits.headdim, traits.headdim_v), getattr(traits, "mask", "causal"), deterministic
     return Call(arch.capability, spec.backend, *asked, wanted_by(tile), recipe, shape)
+
+
+def _by_default(call):
+    return call._replace(recipe=tuple(word for word in call.recipe if word not in CODES_QK))
 
 
 def _answer(call):
@@ -278,8 +299,7 @@ def _answer(call):
 
 
 def _quantizer_for(call):
-    recipe = dict.fromkeys(call.recipe, True)
-    traits = QuantizeTraits(call.dtype, *call.dims, **{word: word in recipe for word in RECIPE})
+    traits = QuantizeTraits(call.dtype, *call.dims, *(word in call.recipe for word in RECIPE), call.int8_qk)
     return aot.Variant(QUANTIZER, traits, None, QUANTIZER.arch)
 
 

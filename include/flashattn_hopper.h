@@ -40,7 +40,9 @@ typedef enum fah_pass { FAH_FORWARD = 1, FAH_BACKWARD = 2 } fah_pass;
 /* What products are computed in: the dtype of the tensors, or 8 bits. FAH_FP8 quantizes q, k and v in every call: a
  * forward on a Hopper GPU, whose workspace holds the codes. */
 typedef enum fah_precision { FAH_16_BIT = 0, FAH_FP8 = 1 } fah_precision;
-typedef enum fah_codes { FAH_INT8 = 1, FAH_E4M3 = 2 } fah_codes;
+
+/* FAH_DEFAULT_CODES: by headdim, as Python's precision="fp8". int8 is more accurate, e4m3 mostly faster. */
+typedef enum fah_codes { FAH_DEFAULT_CODES = 0, FAH_INT8 = 1, FAH_E4M3 = 2 } fah_codes;
 
 /* dk and dv are computed together. */
 typedef enum fah_gradients { FAH_DQ_DK_DV = 0, FAH_DQ = 1, FAH_DK_DV = 2 } fah_gradients;
@@ -70,7 +72,7 @@ typedef struct fah_problem {
   int32_t deterministic;             /* not 0: results repeat bit by bit */
   const char* backend;               /* "auto", or the part of a kernel's name before the dot; NULL is "auto" */
   fah_precision precision;           /* FAH_16_BIT */
-  fah_codes qk_codes;                /* FAH_FP8 only: codes of q and k, FAH_INT8; those of v are e4m3 */
+  fah_codes qk_codes;                /* FAH_FP8 only: codes of q and k, FAH_DEFAULT_CODES; those of v are e4m3 */
   int32_t hadamard;                  /* FAH_FP8 only: not 0, the default: q and k are rotated before they are rounded */
   int32_t smooth_k;        /* FAH_FP8 only: not 0, the default: the mean of k is subtracted; lse gets it back */
   fah_gradients gradients; /* backward only: those that are written, FAH_DQ_DK_DV */

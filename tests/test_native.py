@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_hopper import _toolchain, aot, buffers, jit, native, planner, runner, runner_fp8
+from flashattn_hopper import _toolchain, aot, buffers, jit, native, ops_fp8, planner, runner, runner_fp8
 from flashattn_hopper.kernels.sm90.specs import FORWARD_FP8
 from flashattn_hopper.spec.mask import Band
 from flashattn_hopper.spec.problem import BWD, FWD, MASKS, PHASES, AttentionProblem, QuantizeTraits, Shape, Traits
@@ -88,9 +88,10 @@ def test_gradients_that_are_wanted_alone_are_the_runners(wanted, monkeypatch):
 def test_fp8_is_planned_as_precision_fp8_is():
     """By traits that ops_fp8 asks for, and with the quantizer that runner_fp8 compiles, if a library can have it."""
     planned, dims = 0, (*FORWARD_FP8.headdims, (80, 80))
-    for headdims, mask, dtype, int8_qk in product(dims, MASKS, ("bf16", "fp16"), (True, False)):
-        recipe = ("hadamard", "int8_qk", "smooth_k") if int8_qk else ("hadamard", "smooth_k")
+    for headdims, mask, dtype, codes in product(dims, MASKS, ("bf16", "fp16"), ((), ("int8_qk",), ("e4m3_qk",))):
+        recipe = ("hadamard", "smooth_k", *codes)
         call = call_of(Traits(FWD, dtype, *headdims, mask), (9, 0), "auto", 2000, recipe=recipe)
+        int8_qk = "int8_qk" in codes if codes else problem_fp8_of(headdims).traits.int8_qk
         asked = Traits(FWD, "fp8", *headdims, mask, int8_qk=int8_qk, fp16_out=dtype == "fp16")
         assert call.traits == asked
         plan = planner.plan(asked, (9, 0), "auto", call.shape)
@@ -103,15 +104,32 @@ def test_fp8_is_planned_as_precision_fp8_is():
         got = first_that_fits(plan.spec, asked, 2000)
         assert (got.name, got.traits, got.tile) == (variant, plan.traits, plan.tile)
         planned += 1
-    assert planned == len(FORWARD_FP8.headdims) * 12
+    assert planned == len(FORWARD_FP8.headdims) * 18
+
+
+def problem_fp8_of(headdims):
+    """Of precision="fp8" with no more said."""
+    q, v = (torch.empty(1, 1, 1, width, dtype=torch.bfloat16) for width in headdims)
+    return ops_fp8.problem_fp8(q, q, v, (1.0, None, 0, False, "auto"))
 
 
 def test_the_defaults_of_fp8_are_those_of_c():
-    """What fah_problem_init sets."""
-    recipe = inspect.signature(runner_fp8.quantize).parameters
-    assert all(recipe[name].default is True for name in ("hadamard", "smooth_k", "int8_qk"))
+    """What fah_problem_init sets; codes that it leaves open are those of the table."""
+    defaults = {name: one.default for name, one in inspect.signature(runner_fp8.quantize).parameters.items()}
+    assert (defaults["hadamard"], defaults["smooth_k"], defaults["int8_qk"]) == (True, True, None)
     api = (ROOT / "native" / "src" / "api.cpp").read_text()
-    assert "problem->qk_codes = FAH_INT8;" in api and "problem->hadamard = problem->smooth_k = 1;" in api
+    assert "problem->qk_codes = FAH_DEFAULT_CODES;" in api and "problem->hadamard = problem->smooth_k = 1;" in api
+
+
+def test_codes_by_default_are_those_of_python():
+    """As catalog.cpp reads the table: the first row with room, and beyond all the last."""
+    rows = native.default_codes()
+    for headdim in (*range(1, 257), 264, 512):
+        found = next((int8_qk for most, int8_qk in rows if headdim <= most), rows[-1][1])
+        assert found == problem_fp8_of((headdim, headdim)).traits.int8_qk
+    table = native.tables([]).partition("kDefaultCodes[] = {\n")[2].partition("};")[0]
+    assert table == "".join(f"    {{{most}, {'true' if int8_qk else 'false'}}},\n" for most, int8_qk in rows)
+    assert {int8_qk for _, int8_qk in rows} == {True, False}
 
 
 def test_the_workspace_holds_what_the_runner_allocates():

@@ -66,7 +66,7 @@ void fah_problem_init(fah_problem* problem) {
   problem->window_left = problem->window_right = FAH_OPEN;
   problem->backend = "auto";
   problem->precision = FAH_16_BIT;
-  problem->qk_codes = FAH_INT8;
+  problem->qk_codes = FAH_DEFAULT_CODES;
   problem->hadamard = problem->smooth_k = 1;
   problem->gradients = FAH_DQ_DK_DV;
 }

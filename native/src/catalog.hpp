@@ -87,6 +87,12 @@ struct Quantizer {
   Variant variant;
 };
 
+// The codes of q and k where none are asked for.
+struct DefaultCodes {
+  int headdim;  // at most
+  bool int8_qk;
+};
+
 template <class T>
 struct Rows {
   const T* first;
@@ -128,6 +134,7 @@ struct Kernel {
 
 Rows<Kernel> kernels();
 Rows<Quantizer> quantizers();
+bool int8_by_default(int headdim);
 int64_t padded_rows(int64_t seqlen_q);  // of a head's workspace
 int64_t key_tiles(int64_t seqlen_k);    // each with a scale of K
 int64_t tile_keys();

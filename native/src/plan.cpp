@@ -208,8 +208,8 @@ void check(const fah_problem& p, int headdim_v) {
   require(p.device >= FAH_NO_ORDINAL, text("device is %d; expected a CUDA ordinal or FAH_NO_ORDINAL", p.device));
   require(p.precision == FAH_16_BIT || p.precision == FAH_FP8,
           text("precision is %d; expected FAH_16_BIT or FAH_FP8", int(p.precision)));
-  require(p.qk_codes == FAH_INT8 || p.qk_codes == FAH_E4M3,
-          text("qk_codes is %d; expected FAH_INT8 or FAH_E4M3", int(p.qk_codes)));
+  require(p.qk_codes >= FAH_DEFAULT_CODES && p.qk_codes <= FAH_E4M3,
+          text("qk_codes is %d; expected FAH_DEFAULT_CODES, FAH_INT8 or FAH_E4M3", int(p.qk_codes)));
   require(p.gradients >= FAH_DQ_DK_DV && p.gradients <= FAH_DK_DV,
           text("gradients is %d; expected FAH_DQ_DK_DV, FAH_DQ or FAH_DK_DV", int(p.gradients)));
   if (p.device == FAH_NO_ORDINAL)
@@ -228,6 +228,10 @@ Mask mask_of(const fah_problem& p) {
 int64_t edge(int64_t keys, const fah_problem& p) {
   const int64_t far = int64_t{p.seqlen_q} + p.seqlen_k;
   return keys == FAH_OPEN ? far : std::min(keys, far);
+}
+
+bool int8_of(const fah_problem& p) {
+  return p.qk_codes == FAH_DEFAULT_CODES ? int8_by_default(p.headdim) : p.qk_codes == FAH_INT8;
 }
 
 Wanted wanted_of(const fah_problem& p) {
@@ -299,7 +303,7 @@ void make_plan(const fah_problem& given, fah_plan& plan) {
   plan.device = p.device;
   plan.num_sms = device.num_sms;
   const bool fp8 = p.precision == FAH_FP8;
-  const Recipe recipe{plan.dtype, p.hadamard != 0, p.smooth_k != 0, p.qk_codes == FAH_INT8};
+  const Recipe recipe{plan.dtype, p.hadamard != 0, p.smooth_k != 0, int8_of(p)};
   const unsigned features =
       bit(Feature::deterministic, p.deterministic) | bit(Feature::gqa, p.num_heads_q != p.num_heads_kv) |
       bit(Feature::fp16_out, fp8 && plan.dtype == DType::fp16) | bit(Feature::int8_qk, fp8 && recipe.int8_qk);

@@ -17,7 +17,8 @@ except ImportError:
 from flashattn_hopper import ops_fp8, runner_fp8
 
 OK, NOT_IN_LIBRARY, SKIPPED = 0, 3, 77
-BF16, FP16, FP8, INT8, E4M3, OPEN = 1, 2, 1, 1, 2, -1
+BF16, FP16, FP8, OPEN = 1, 2, 1, -1
+CODES = {None: 0, True: 1, False: 2}  # of int8_qk; None: none are asked for
 MASKS = {"full": (None, None), "causal": (None, 0), "window": (100, 7)}
 # headdim, headdim_v
 DIMS = (64, 64), (128, 128), (256, 256), (96, 96), (192, 192), (192, 128)
@@ -65,6 +66,7 @@ def new_problem(library):
     library.fah_problem_init(byref(problem))
     # Why: a header of another version would have another size, and be found out here.
     assert problem.size == ctypes.sizeof(Problem), (problem.size, ctypes.sizeof(Problem))
+    assert problem.qk_codes == CODES[None], problem.qk_codes
     return problem
 
 
@@ -72,7 +74,8 @@ def by_library(library, q, k, v, mask, recipe):
     """(out, lse), or None where the library was built without the variants."""
     problem, plan, need = new_problem(library), c_void_p(), Workspace()
     problem.precision, problem.dtype = FP8, BF16 if q.dtype == torch.bfloat16 else FP16
-    problem.qk_codes = INT8 if recipe["int8_qk"] else E4M3
+    if recipe["int8_qk"] is not None:  # else what fah_problem_init set
+        problem.qk_codes = CODES[recipe["int8_qk"]]
     problem.hadamard, problem.smooth_k = recipe["hadamard"], recipe["smooth_k"]
     problem.batch, problem.seqlen_q, problem.num_heads_q, problem.headdim = q.shape
     _, problem.seqlen_k, problem.num_heads_kv, problem.headdim_v = v.shape
@@ -98,7 +101,8 @@ def by_library(library, q, k, v, mask, recipe):
 def by_python(q, k, v, mask, recipe):
     scalars = q.shape[3] ** -0.5, *MASKS[mask], False, "auto"
     problem = ops_fp8.problem_fp8(q, k, v, scalars)
-    problem = replace(problem, traits=replace(problem.traits, int8_qk=recipe["int8_qk"]))
+    if recipe["int8_qk"] is not None:
+        problem = replace(problem, traits=replace(problem.traits, int8_qk=recipe["int8_qk"]))
     attend = runner_fp8.bind(runner_fp8.plan(problem, "auto", q.device), problem, q.dtype, q.device)
     out, _, lse = attend(runner_fp8.quantize(q, k, v, **recipe))
     return out, lse
@@ -121,20 +125,22 @@ def main(path):
     if not torch.cuda.is_available():
         print("skipped: no GPU here")
         return SKIPPED
-    compared = differ = 0
-    recipes = [dict(zip(("hadamard", "smooth_k", "int8_qk"), on)) for on in product((True, False), repeat=3)]
+    compared, differ = {None: 0, True: 0, False: 0}, 0
+    choices = {"hadamard": (True, False), "smooth_k": (True, False), "int8_qk": CODES}
+    recipes = [dict(zip(choices, one)) for one in product(*choices.values())]
     for shape, dims, dtype, mask, recipe in product(SHAPES, DIMS, (torch.bfloat16, torch.float16), MASKS, recipes):
         tensors = operands(shape, dims, dtype)
         found = by_library(library, *tensors, mask, recipe)
         if found is None:
             continue
         wanted = by_python(*tensors, mask, recipe)
-        compared += 1
+        compared[recipe["int8_qk"]] += 1
         if not all(torch.equal(a, b) for a, b in zip(found, wanted)):
             differ += 1
             print(f"differs: {shape} {dims} {dtype} {mask} {recipe}", file=sys.stderr)
-    print(f"{compared} calls compared, {differ} differ")
-    return int(differ > 0 or compared == 0)
+    total, by_default = sum(compared.values()), compared[None]
+    print(f"{total} calls compared, {by_default} of them by default codes, {differ} differ")
+    return int(differ > 0 or total == 0)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ void launched(fah_precision precision, const std::string& first, int calls_befor
 
 void launches(int pushes) {
   launched(FAH_16_BIT, "fwd.bf16.d64.causal", 0, pushes);
-  launched(FAH_FP8, "quantize.bf16.d64.hadamard.int8_qk.smooth_k", 2, pushes);
+  launched(FAH_FP8, "quantize.bf16.d64.hadamard.smooth_k", 2, pushes);
 }
 
 }  // namespace

@@ -86,7 +86,8 @@ void bad_problems() {
   }
   invalid("precision is 2; expected FAH_16_BIT or FAH_FP8",
           [](auto& p) { p.precision = static_cast<fah_precision>(2); });
-  invalid("qk_codes is 0; expected FAH_INT8 or FAH_E4M3", [](auto& p) { p.qk_codes = static_cast<fah_codes>(0); });
+  invalid("qk_codes is 3; expected FAH_DEFAULT_CODES, FAH_INT8 or FAH_E4M3",
+          [](auto& p) { p.qk_codes = static_cast<fah_codes>(3); });
   invalid("gradients is 3; expected FAH_DQ_DK_DV, FAH_DQ or FAH_DK_DV",
           [](auto& p) { p.gradients = static_cast<fah_gradients>(3); });
   const int64_t odd[3] = {64, 64, 63};
@@ -108,11 +109,13 @@ void unsupported() {
     no(part, [&](auto& p) { p.precision = FAH_FP8, change(p); }, arch);
   };
   fp8(
-      "no kernel runs fwd.fp8.d64.causal.gqa.int8_qk on sm_80:\n  sm80.forward: no fp8\n  sm90.forward_fp8: needs "
+      "no kernel runs fwd.fp8.d64.causal.gqa on sm_80:\n  sm80.forward: no fp8\n  sm90.forward_fp8: needs "
       "sm_90",
       [](auto&) {}, 80);
-  fp8("fwd.fp8.d72.causal.fp16_out.gqa on sm_90",
-      [](auto& p) { p.headdim = 72, p.dtype = FAH_FP16, p.qk_codes = FAH_E4M3; });
+  fp8("fwd.fp8.d72.causal.fp16_out.gqa on sm_90", [](auto& p) { p.headdim = 72, p.dtype = FAH_FP16; });
+  fp8("fwd.fp8.d72.causal.gqa.int8_qk on sm_90", [](auto& p) { p.headdim = 72, p.qk_codes = FAH_INT8; });
+  fp8("fwd.fp8.d512.causal.gqa.int8_qk on sm_90", [](auto& p) { p.headdim = 512; });
+  fp8("fwd.fp8.d512.causal.gqa on sm_90", [](auto& p) { p.headdim = 512, p.qk_codes = FAH_E4M3; });
   fp8("sm90.forward_fp8: headdim 72, headdim_v 72: both must be multiples of 16", [](auto& p) { p.headdim = 72; });
   fp8("sm90.backward: no fp8", [](auto& p) { p.pass = FAH_BACKWARD; });
   fp8("sm80.backward: no fp8", [](auto& p) { p.pass = FAH_BACKWARD; });
@@ -137,7 +140,7 @@ void quantizers_are_exact() {
   Plan made(p);
   CHECK_SAID(made.status == FAH_UNSUPPORTED, made.said);
   CHECK_SAID(test::contains(made.said,
-                            "which would be quantize.bf16.d80.hadamard.int8_qk.smooth_k: sm90.quantize is "
+                            "which would be quantize.bf16.d80.hadamard.smooth_k: sm90.quantize is "
                             "compiled ahead of time for d64, d96, d128, d192x128, d192, d256"),
              made.said);
 }
@@ -242,9 +245,46 @@ void workspaces() {
   Plan backward(p);
   CHECK(fah_plan_workspace(backward.plan, &w) == FAH_OK);
   CHECK(w.bytes == (size_t{2} * 8 * 256 * (2 + 64) + 4) * sizeof(float) && !w.zeroed);
+  p.deterministic = 1;
+  p.window_right = FAH_OPEN;
+  Plan in_turn(p);  // a counter for each row
+  if (in_turn.status == FAH_NOT_IN_LIBRARY) return;
+  CHECK(fah_plan_workspace(in_turn.plan, &w) == FAH_OK);
+  CHECK(w.bytes == (size_t{2} * 8 * 256 * (2 + 64 + 1) + 4) * sizeof(float) && !w.zeroed);
 }
 
-// What the defaults are, where codes lie, and what a launch asks for. False where this library has no FP8.
+// As Python's: what the plan has, or what it says that this library lacks.
+void default_codes() {
+  const struct {
+    int headdim;
+    const char *codes, *variant, *quantizer;
+  } wanted[] = {
+      {64, "", "sm_90a:sm90:fwd.fp8.d64.causal", "sm_90a:sm90:quantize.bf16.d64.hadamard.smooth_k"},
+      {96, "", "sm_90a:sm90:fwd.fp8.d96.causal", "sm_90a:sm90:quantize.bf16.d96.hadamard.smooth_k"},
+      {128, "", "sm_90a:sm90:fwd.fp8.d128.causal", "sm_90a:sm90:quantize.bf16.d128.hadamard.smooth_k"},
+      {192, "", "sm_90a:sm90:fwd.fp8.d192.causal", "sm_90a:sm90:quantize.bf16.d192.hadamard.smooth_k"},
+      {256, ".int8_qk", "sm_90a:sm90:fwd.fp8.d256.causal.int8_qk",
+       "sm_90a:sm90:quantize.bf16.d256.hadamard.int8_qk.smooth_k"},
+  };
+  for (const auto& one : wanted) {
+    fah_problem p = problem_on(90);
+    CHECK(p.qk_codes == FAH_DEFAULT_CODES);
+    p.precision = FAH_FP8;
+    p.headdim = one.headdim;
+    const Plan made(p);
+    if (made.status == FAH_NOT_IN_LIBRARY) {
+      const bool forward = test::contains(made.said, std::string(" is ") + one.variant + " (");
+      CHECK_SAID(forward || test::contains(made.said, std::string(" needs ") + one.quantizer + ","), made.said);
+      continue;
+    }
+    CHECK_SAID(made.status == FAH_OK, made.said);
+    if (made.status != FAH_OK) continue;
+    CHECK_SAID(std::string(fah_plan_variant(made.plan)) == one.variant, fah_plan_variant(made.plan));
+    CHECK_SAID(std::string(fah_plan_quantizer(made.plan)) == one.quantizer, fah_plan_quantizer(made.plan));
+  }
+}
+
+// Where codes lie, and what a launch asks for, where this library has FP8.
 void fp8_plans() {
   fah_problem p = problem_on(90);
   p.precision = FAH_FP8;
@@ -252,13 +292,11 @@ void fp8_plans() {
   p.seqlen_k = 300;  // three tiles of 128 keys
   Plan made(p);
   if (made.status == FAH_NOT_IN_LIBRARY) {
-    CHECK_SAID(test::contains(made.said, "fwd.fp8.d64.causal.int8_qk"), made.said);
+    CHECK_SAID(test::contains(made.said, "fwd.fp8.d64.causal"), made.said);
     return;
   }
   CHECK_SAID(made.status == FAH_OK, made.said);
   if (made.status != FAH_OK) return;
-  CHECK(std::string(fah_plan_variant(made.plan)) == "sm_90a:sm90:fwd.fp8.d64.causal.int8_qk");
-  CHECK(std::string(fah_plan_quantizer(made.plan)) == "sm_90a:sm90:quantize.bf16.d64.hadamard.int8_qk.smooth_k");
   fah_workspace w{};
   CHECK(fah_plan_workspace(made.plan, &w) == FAH_OK);
   CHECK(w.alignment == 128 && w.zeroed == 256);  // tickets; a counter for each of 2 x 2 heads
@@ -275,12 +313,12 @@ void fp8_plans() {
   CHECK(fah_forward(made.plan, &off, nullptr) == FAH_INVALID_ARGUMENT);
   CHECK_SAID(test::contains(fah_last_error(), "workspace: its address is not a multiple of 128"), fah_last_error());
   CHECK(fah_backward(made.plan, nullptr, nullptr) == FAH_INVALID_ARGUMENT);
-  p.qk_codes = FAH_E4M3;
+  p.qk_codes = FAH_INT8;
   p.hadamard = p.smooth_k = 0;
   Plan plain(p);
   const char* quantizer = plain.status == FAH_OK ? fah_plan_quantizer(plain.plan) : plain.said.c_str();
-  CHECK_SAID(test::contains(quantizer, "fwd.fp8.d64.causal.gqa on sm_90 is ") ||
-                 test::contains(quantizer, "quantize.bf16.d64"),
+  CHECK_SAID(test::contains(quantizer, "fwd.fp8.d64.causal.gqa.int8_qk on sm_90 is ") ||
+                 test::contains(quantizer, "quantize.bf16.d64.int8_qk"),
              quantizer);
 }
 
@@ -351,7 +389,9 @@ void as_the_catalog_says(const char* file) {
     p.precision = f[9] == "-" ? FAH_16_BIT : FAH_FP8;
     p.hadamard = test::contains(f[9], "hadamard");
     p.smooth_k = test::contains(f[9], "smooth_k");
-    p.qk_codes = test::contains(f[9], "int8_qk") ? FAH_INT8 : FAH_E4M3;
+    p.qk_codes = test::contains(f[9], "int8_qk")   ? FAH_INT8
+                 : test::contains(f[9], "e4m3_qk") ? FAH_E4M3
+                                                   : FAH_DEFAULT_CODES;
     p.batch = std::stoi(f[10]);
     p.seqlen_q = std::stoi(f[11]);
     p.seqlen_k = std::stoi(f[12]);
@@ -421,6 +461,7 @@ int main(int count, char** words) {
   launches_that_cannot_be();
   strides();
   workspaces();
+  default_codes();
   fp8_plans();
   some_gradients();
   no_device();

@@ -74,6 +74,7 @@ constexpr Kernel kKernels[] = {
 
 Rows<Kernel> kernels() { return {kKernels, kKernels + 3}; }
 Rows<Quantizer> quantizers() { return {kQuantizers, kQuantizers + 2}; }
+bool int8_by_default(int) { return true; }
 int64_t padded_rows(int64_t seqlen_q) { return seqlen_q; }
 int64_t tile_keys() { return 128; }
 int64_t key_tiles(int64_t seqlen_k) { return (seqlen_k + 127) / 128; }
