@@ -573,8 +573,13 @@ def test_gradients_of_some_operands(dims, wanted, mask):
     operands = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
     out, lse = attend(*operands, deterministic=True, **mask)
     found = grads_of([operands[i] for i in wanted], out, lse, dout, dlse)
+    again = grads_of([operands[i] for i in wanted], *attend(*operands, deterministic=True, **mask), dout, dlse)
+    assert all(map(torch.equal, found, again))
+    # Where all are computed dQ is summed in turn, from the last query tile on: another order, in dK and dV too.
+    rounding = 4 * torch.finfo(q.dtype).eps if not mask and max(dims) <= 128 else 0.0
     for i, grad in zip(wanted, found):
-        assert torch.equal(grad, expected[i]), f"gradient {i} differs"
+        limit = rounding * expected[i].abs().amax().item()
+        torch.testing.assert_close(grad, expected[i], rtol=rounding, atol=limit, msg=f"gradient {i} differs")
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "attention kept"])
