@@ -132,14 +132,15 @@ def measure(fn: Callable[[], Any], clock) -> list[float]:
 
 
 def orders(count: int) -> list[list[int]]:
-    """Orders of `count` contestants in which each follows every other one equally often, whole: a Williams design.
+    """Orders of `count` contestants: a Williams design, in all of which each follows every other one equally often.
+    The first ones already leave nobody behind the same neighbour.
 
     Why: at its power limit a GPU is slower after one that drew much. Rounds that only begin with another contestant
     leave everyone behind the same neighbour.
     """
     first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     rows = [[(place + shift) % count for place in first] for shift in range(count)]
-    return rows if count % 2 == 0 else rows + [row[::-1] for row in rows]
+    return rows if count % 2 == 0 else [each for row in rows for each in (row, row[::-1])]
 
 
 def interleave(

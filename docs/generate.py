@@ -182,7 +182,10 @@ TILE_COLUMNS: dict[type, dict[str, Callable]] = {
         "Q stages": lambda tile: str(tile.q_stages),
         "O staged in": lambda tile: STAGED[tile.output],
     },
-    BwdTile: {"consumer warpgroups": lambda tile: str(tile.num_consumers)},
+    BwdTile: {
+        "consumer warpgroups": lambda tile: str(tile.num_consumers),
+        "dQ": lambda tile: ("summed in turn" if tile.ordered else "summed") if tile.summed else "its own kernel",
+    },
     Sm80BwdTile: {
         "warps that share keys": lambda tile: str(tile.split),
         "dQ": lambda tile: DQ_OF[tile.summed + tile.late + tile.staggered],

@@ -129,7 +129,7 @@ def tables(variants: list[aot.Variant]) -> str:
         kernels.append(
             f"{{{_text(spec.name)}, {_text(spec.backend)}, Pass::{spec.phase}, {_set(spec.dtypes, DTYPES)}, "
             f"{_set(spec.masks, MASKS)}, {_set(spec.features.intersection(FEATURES), FEATURES)}, {spec.multiple}, "
-            f" {_text(spec.on_request)}, k_{_word(spec.name)}, {len(ports)}}}"
+            f"{_text(spec.on_request)}, k_{_word(spec.name)}, {len(ports)}}}"
         )
     text += ["constexpr Kernel kKernels[] = {", *[f"    {kernel}," for kernel in kernels], "};", ""]
     return "\n".join(text)

@@ -1,7 +1,7 @@
 """The Hopper backward kernel on a GPU: the cases of its spec, incoming gradients, streams, graphs, hard inputs.
 
 dk and dv are summed by one thread block each and in a fixed order: they repeat bit by bit. dq is added by several
-thread blocks, unless it has a kernel of its own (a tile with a query_n).
+thread blocks, unless it has a kernel of its own or they take turns.
 """
 
 import gc

@@ -45,17 +45,17 @@ def ptx(traits, ordered=False):
         return jit._compile(BACKWARD, traits, tile, BACKWARD.arch, f"--keep-ptx --dump-dir {folder}").__ptx__, tile
 
 
-def gradients(
-    q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2, ordered=False, resident=None
-):
+def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=(), num_ctas=2, **order):
     """(dq, dk, dv), handed over as the host half of the kernel does.
 
-    `resident`: how many blocks run at once; by default all that may wait for each other.
+    `order` is for sums in turn. `ordered`: have them whatever the table says. `resident`: how many blocks run at once;
+    by default all that may wait for each other. `keep`: a list that gets the sums of dQ, not rounded to 16 bits yet.
     """
+    keep, resident = order.get("keep"), order.get("resident")
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     dtype = next(name for name, kind in DTYPES.items() if kind == q.dtype)
     traits = BACKWARD.compiled(Traits(BWD, dtype, d, d_v, band.kind, deterministic=deterministic))
-    text, tile = ptx(traits, ordered)
+    text, tile = ptx(traits, order.get("ordered", False))
     summed, wide, hd, hd_v = tile.summed, tile.tile_n == 64, traits.headdim, traits.headdim_v
     memory = Memory(1 << 24)
     dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
@@ -108,6 +108,8 @@ def gradients(
         ),
     )
     if summed:
+        if keep is not None:
+            keep.append(memory.read(sums, 4 * rows * hd).clone())
         place = memory.add(dq)
         launch("finish", row_blocks * heads * batch, [tensor(q, place), struct.pack("<f", scale), address(sums)])
         grads[0] = memory.read(place, dq.numel() * 2).view(q.dtype).view(q.shape)
@@ -233,19 +235,47 @@ def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96), **wo
         ptx.cache_clear()
 
 
-@pytest.mark.parametrize("dims, mask", [((64, 64), "causal"), ((96, 96), "full"), ((128, 128), "window")], ids=str)
-def test_sums_in_turn_do_not_depend_on_who_does_which_tile(dims, mask):
-    """One block does all key tiles; as many blocks as there are tiles wait for each other; or they do not run yet."""
+def sums_in_turn(dims, mask):
+    """Of float32, by one block, by three that wait for each other, and by one of three before the others run."""
     q, k, v, dout = operands((1, 140, 300, 2, 1), dims)
     band, words = MASKS[mask]
     exact = attention(q, k, v, **words)
     given = q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, dims[0] ** -0.5, True
+    sums = []
     one, *others = (
-        gradients(*given, num_ctas=blocks, ordered=True, resident=resident)
+        gradients(*given, num_ctas=blocks, ordered=True, resident=resident, keep=sums)
         for blocks, resident in ((1, 1), (3, 3), (3, 1))
     )
     check_grads(one, q, k, v, dout, **words)
     assert all(torch.equal(a, b) for grads in others for a, b in zip(one, grads))
+    return sums
+
+
+@pytest.mark.parametrize("dims, mask", [((64, 64), "causal"), ((96, 96), "full"), ((128, 128), "window")], ids=str)
+def test_sums_in_turn_do_not_depend_on_who_does_which_tile(dims, mask):
+    """One block does all key tiles; as many blocks as tiles wait for each other; or two of them do not run yet."""
+    first, *others = sums_in_turn(dims, mask)
+    assert all(torch.equal(first, each) for each in others)
+
+
+def test_a_counter_that_is_not_waited_for_is_seen(monkeypatch):
+    """Rounded to 16 bits the gradients are the same all the same; the sums are not."""
+    import cutlass.cute as cute
+
+    from flashattn_hopper.kernels.sm90.sum_order import Turns
+
+    def take(self, slot, counter, place):
+        cute.arch.mbarrier_wait(self.seen + slot.index, slot.phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.turn + slot.index)
+
+    monkeypatch.setattr(Turns, "take", take)
+    ptx.cache_clear()
+    try:
+        first, together, _ = sums_in_turn((64, 64), "causal")
+    finally:
+        ptx.cache_clear()
+    assert not torch.equal(first, together)
 
 
 def test_a_turn_that_is_not_passed_on_is_seen(monkeypatch):

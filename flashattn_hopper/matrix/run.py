@@ -24,7 +24,7 @@ from .cells import COMPILE, REFUSED, RUN, Call, Cell, calls, fate, variants
 PASSED, FAILED, COMPILED = "passed", "failed", "compiled-only"
 STATUSES = (PASSED, FAILED, COMPILED, REFUSED)
 INPUTS = TORCH_DTYPES | {"fp8": torch.bfloat16}
-# Features of FP8 that inputs of another dtype ask for, and one that other codes do, which carry no gradient.
+# Features of FP8 that inputs of another dtype ask for, and one that codes do: other than the default, without gradient.
 OUTPUTS = {"fp16_out": torch.float16, "fp32_out": torch.float32}
 CODES = ("int8_qk",)
 # What a cell can be asked with; a feature that is not here is refused, and not run without.

@@ -158,8 +158,8 @@ class BwdTile:
     """One way to cut the Hopper backward kernel: tile_n keys by tile_m queries, for two consumer warpgroups.
 
     128 keys: 64 for each warpgroup. 64 keys: both work on them, each on half of the columns of dK and dV.
-    `query_n`: None sums dQ in float32 global memory; a number gives dQ a kernel of its own, 128 queries by query_n
-    keys, which costs two more products, needs no sums in memory, and repeats bit by bit.
+    `query_n`: None sums dQ in float32 global memory; a number gives dQ a kernel of its own (unless `ordered`), 128
+    queries by query_n keys, which costs two more products, needs no sums in memory, and repeats bit by bit.
     `kv_stages`: 1 is one thread block per key tile; with 2, resident blocks draw tickets, and K and V of the next key
     tile are loaded, and dK and dV of the last one stored, under this one.
     `ordered`: where all gradients are wanted, dQ is summed in memory all the same, in the order of the key tiles, so

@@ -182,6 +182,13 @@ void check_extent(const char* name, int32_t value) {
   require(value >= 1, text("%s is %d; expected at least 1", name, value));
 }
 
+// Sizes in bytes then fit int64 with room, whatever else an element has beside it.
+void check_size(const char* name, int32_t batch, int32_t seqlen, int32_t heads, int32_t headdim) {
+  const double count = double(batch) * seqlen * heads * headdim;
+  require(count <= double(int64_t{1} << 48),
+          text("%s has %g elements, %d x %d x %d x %d; expected at most 2^48", name, count, batch, seqlen, heads, headdim));
+}
+
 void check_edge(const char* name, int64_t value) {
   require(value >= FAH_OPEN,
           text("%s is %lld; expected at least 0 keys, or FAH_OPEN", name, static_cast<long long>(value)));
@@ -198,6 +205,9 @@ void check(const fah_problem& p, int headdim_v) {
   check_extent("num_heads_kv", p.num_heads_kv);
   check_extent("headdim", p.headdim);
   check_extent("headdim_v", headdim_v);
+  check_size("q", p.batch, p.seqlen_q, p.num_heads_q, p.headdim);
+  check_size("k", p.batch, p.seqlen_k, p.num_heads_kv, p.headdim);
+  check_size("v", p.batch, p.seqlen_k, p.num_heads_kv, headdim_v);
   require(p.num_heads_q % p.num_heads_kv == 0,
           text("num_heads_q, num_heads_kv: %d is not a multiple of %d", p.num_heads_q, p.num_heads_kv));
   check_edge("window_left", p.window_left);

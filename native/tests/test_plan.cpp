@@ -2,6 +2,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -84,6 +85,12 @@ void bad_problems() {
     invalid("q_strides: -64 elements", [&](auto& p) { strides(p, -64); });
     invalid("q_strides: 549755813888 elements", [&](auto& p) { strides(p, int64_t{1} << 39); });
   }
+  const int32_t most = std::numeric_limits<int32_t>::max();
+  invalid("q has 6.33825e+29 elements", [&](auto& p) {
+    p.batch = p.seqlen_q = p.num_heads_q = most;
+    p.num_heads_kv = 1, p.headdim = 64;
+  });
+  invalid("k has ", [&](auto& p) { p.batch = p.seqlen_k = most, p.seqlen_q = 1; });
   invalid("precision is 2; expected FAH_16_BIT or FAH_FP8",
           [](auto& p) { p.precision = static_cast<fah_precision>(2); });
   invalid("qk_codes is 3; expected FAH_DEFAULT_CODES, FAH_INT8 or FAH_E4M3",
