@@ -30,6 +30,7 @@ else:  # started as a script
 
 
 COMMON = (0, 1, 64, 128, 256, 512)  # lengths
+SHARES = range(0, 2000, 250)  # first seeds of what tests run at a time
 WIDENED = ("one number", "sequence", "heads")  # where dout is expanded; its other layouts are those of cases.LAYOUTS
 
 
@@ -159,6 +160,14 @@ def fuzz(count: int, first_seed: int = 0, device=None, backend=None, say=print, 
             failures[seed] = f"{type(error).__name__}: {error}"
             say(f"seed {seed} failed: {problem}\n  {failures[seed]}")
     return Outcome(count, failures, worst)
+
+
+def check(first_seed: int, **options) -> None:
+    """One of the `SHARES` of a kernel's random problems, none of which may fail."""
+    lines = []
+    outcome = fuzz(SHARES.step, first_seed, say=lines.append, **options)
+    assert not outcome.failures, "\n".join([str(outcome), *lines])
+    print(outcome)
 
 
 def main(*words):

@@ -607,8 +607,6 @@ def test_autocast():
 # Everything at once
 
 
-def test_fuzz():
-    lines = []
-    outcome = fuzz.fuzz(800, backward=True, say=lines.append)
-    assert not outcome.failures, "\n".join([str(outcome), *lines])
-    print(outcome)
+@pytest.mark.parametrize("first_seed", fuzz.SHARES)
+def test_fuzz(first_seed):
+    fuzz.check(first_seed, backward=True)

@@ -8,7 +8,7 @@ import torch
 from flashattn_hopper import explain, hopper_attention, jit, reference
 from flashattn_hopper.kernels.sm80 import specs as sm80
 
-from . import cases, oracle
+from . import cases, fuzz, oracle
 from .oracle import check_grads
 from .test_backward import ALLOCATIONS, check_strictly, grads_of, inputs
 
@@ -157,3 +157,8 @@ def test_what_nobody_needs_is_left_out(headdim, mask, needs):
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     for name, grad in zip(needs, torch.autograd.grad(out, wanted, dout)):
         assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.parametrize("first_seed", fuzz.SHARES)
+def test_fuzz(first_seed):
+    fuzz.check(first_seed, backend=BACKEND, backward=True)

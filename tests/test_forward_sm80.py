@@ -11,7 +11,7 @@ from flashattn_hopper.kernels.sm80 import specs as sm80
 from flashattn_hopper.spec.problem import Traits
 from flashattn_hopper.spec.tile import Sm80FwdTile
 
-from . import cases
+from . import cases, fuzz
 from .oracle import check_forward
 from .test_forward import captured_by, check_strictly, dims_id, far_apart, hard_window, inputs, launch, same
 
@@ -205,3 +205,8 @@ def test_gradients_arrive_through_the_automatic_backward():
     hopper_attention(q, k, v, causal=True, backend="reference").float().square().sum().backward()
     for x, grad in zip((q, k, v), expected):
         assert torch.allclose(x.grad.float(), grad.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("first_seed", fuzz.SHARES)
+def test_fuzz(first_seed):
+    fuzz.check(first_seed, backend=BACKEND)

@@ -429,8 +429,6 @@ def test_c43_autocast_casts_all_three():
 # Everything at once
 
 
-def test_fuzz():
-    lines = []
-    outcome = fuzz.fuzz(2000, say=lines.append)
-    assert not outcome.failures, "\n".join([str(outcome), *lines])
-    print(outcome)
+@pytest.mark.parametrize("first_seed", fuzz.SHARES)
+def test_fuzz(first_seed):
+    fuzz.check(first_seed)
