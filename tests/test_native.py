@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -207,10 +208,12 @@ def test_cmake_builds_and_tests_the_library(tmp_path):
     patterns = "sm_80:sm80:*.bf16.d64.causal", "sm_90a:sm90:*.bf16.d64.causal", *aot._fp8(("bf16",), (64,), ("causal",))
     (tmp_path / "list").write_text("\n".join(patterns))
     options = f"-DFLASHATTN_HOPPER_VARIANTS={tmp_path / 'list'}", f"-DPython3_EXECUTABLE={sys.executable}"
-    run("cmake", "-S", str(ROOT), "-B", "build", "-DFLASHATTN_HOPPER_PROCESSES=2", *options)
+    configured = run("cmake", "-S", str(ROOT), "-B", "build", "-DFLASHATTN_HOPPER_PROCESSES=2", *options)
     run("cmake", "--build", "build")
     said = run("ctest", "--test-dir", "build", "--output-on-failure")
     assert "100% tests passed" in said
     names = ("header_c", "plan", "call", "request", "driver_one", "bundle", "install", "consumer", "installed_bundle")
-    for name in names:
-        assert any(f": {name} ." in line and "Passed" in line for line in said.splitlines()), said
+    left_out = re.findall(r"test (\w+) is left out", configured)
+    expected = dict.fromkeys(names, "Passed") | dict.fromkeys(left_out, "Skipped")
+    for name, outcome in expected.items():
+        assert any(f": {name} ." in line and outcome in line for line in said.splitlines()), said
