@@ -135,8 +135,8 @@ def orders(count: int) -> list[list[int]]:
     """Orders of `count` contestants: a Williams design, in all of which each follows every other one equally often.
     The first ones already leave nobody behind the same neighbour.
 
-    Why: at its power limit a GPU is slower after one that drew much. Rounds that only begin with another contestant
-    leave everyone behind the same neighbour.
+    Why: clocks and power may depend on what ran before. Rounds that only begin with another contestant leave everyone
+    behind the same neighbour.
     """
     first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     rows = [[(place + shift) % count for place in first] for shift in range(count)]

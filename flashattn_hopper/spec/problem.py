@@ -68,8 +68,8 @@ class Traits:
         return traits
 
 
-# Up to this headdim int8 scores cost the FP8 forward 2 to 13 % of its speed on an H200, at 256 nothing
-# (bench/results/nvidia-h200/fp8.json).
+# On an H200 int8 scores cost the FP8 forward 2 to 13 % of its speed at headdim 64 and 128, and nothing at 256
+# (bench/results/nvidia-h200/fp8.json); 96 and 192 were not timed.
 E4M3_UP_TO = 192
 
 
