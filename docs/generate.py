@@ -184,7 +184,9 @@ TILE_COLUMNS: dict[type, dict[str, Callable]] = {
     },
     BwdTile: {
         "consumer warpgroups": lambda tile: str(tile.num_consumers),
-        "dQ": lambda tile: ("summed in turn" if tile.ordered else "summed") if tile.summed else "its own kernel",
+        "dQ": lambda tile: (
+            "summed" + " in turn" * tile.in_turn + ", late" * tile.late if tile.summed else "its own kernel"
+        ),
     },
     Sm80BwdTile: {
         "warps that share keys": lambda tile: str(tile.split),

@@ -126,7 +126,7 @@ def tile_id(tile: Tile) -> str:
         return f"{tile.tile_m}x{tile.tile_n}-w{tile.num_warps}-s{tile.num_stages}{'-rq' * tile.q_in_registers}"
     if isinstance(tile, BwdTile):
         own = "-ordered" if tile.ordered else "" if tile.summed else f"-dq{tile.query_n}"
-        return f"{tile.tile_m}x{tile.tile_n}{own}"
+        return f"{tile.tile_m}x{tile.tile_n}{own}{'-late' * tile.late}"
     return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
 
 

@@ -5,9 +5,10 @@
 What ptx_machine does for threads of one kind, this does for warps that wait for one another: each runs until it has to
 wait. A missing arrival shows as a deadlock. Copies and matrix products happen when they are issued; those named in
 `late` as late as they may: "products" when a warp waits for their group, "stores" when it waits for them, "loads" one
-by one when nothing else can move. With any of them other warps go on after an arrival. A missing wait shows in results
-of what is late; a stage that is given back too early, where products are late and loads are not. Matrix products are
-exact sums, rounded once an instruction; a Hopper GPU keeps fewer bits.
+by one when nothing else can move. With any of them other warps go on after an arrival; with "others" first those that
+come before, so that warps get as far apart as waits let them. A missing wait shows in results of what is late; a stage
+that is given back too early, where products are late and loads are not. Matrix products are exact sums, rounded once an
+instruction; a Hopper GPU keeps fewer bits.
 
 Shared memory is swizzled by the address, as the hardware does: of a copy by the width of its box, of a matrix operand
 by its descriptor. `maps`: parameter number -> Map, what the host makes a tensor map of.
@@ -138,7 +139,11 @@ def run(text, parameters, maps, threads, blocks, memory, late=(), kernel="", res
     while warps or waiting:
         while waiting and len({id(warp.state) for warp in warps}) < resident:
             warps += start(waiting.pop(0))
-        moved = [warp.run() for warp in warps]
+        moved = []
+        for warp in warps:
+            moved.append(warp.run())
+            if moved[-1] and "others" in late and not warp.polling:
+                break
         # One that asks memory again and again is waiting too.
         idle = not any(m and not warp.polling for m, warp in zip(moved, warps))
         polls = polls + 1 if idle else 0

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from flashattn_hopper import SAC_SAVE_OPS, explain, hopper_attention, jit, ops, reference
+from flashattn_hopper import SAC_SAVE_OPS, api, explain, hopper_attention, jit, ops, planner, reference
 from flashattn_hopper.arguments import TORCH_DTYPES
 from flashattn_hopper.kernels.sm90 import specs as sm90
+from flashattn_hopper.spec.tile import TileTable
 
 from . import cases, fuzz, oracle
 from .oracle import check_grads
@@ -49,6 +50,19 @@ def much_memory():
     yield
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def long_tiles(monkeypatch):
+    """The tiles of long sequences, whatever the length."""
+    find = TileTable.find
+    monkeypatch.setattr(TileTable, "find", lambda table, traits, seqlen: find(table, traits, 1 << 20))
+    known = api._calls.clear, ops._prepared.clear, planner._plan.cache_clear
+    for forget in known:
+        forget()
+    yield
+    for forget in known:
+        forget()
 
 
 @pytest.fixture
@@ -609,4 +623,9 @@ def test_autocast():
 
 @pytest.mark.parametrize("first_seed", fuzz.SHARES)
 def test_fuzz(first_seed):
+    fuzz.check(first_seed, backward=True)
+
+
+@pytest.mark.parametrize("first_seed", fuzz.SHARES)
+def test_fuzz_with_the_tiles_of_long_sequences(first_seed, long_tiles):
     fuzz.check(first_seed, backward=True)

@@ -32,7 +32,11 @@ MASKS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PLAIN = (1, 150, 300, 2, 1)  # batch, seqlen_q, seqlen_k, heads, kv heads
-LATE = {"all late": ("products", "loads", "stores"), "loads early": ("products", "stores")}
+LATE = {
+    "all late": ("products", "loads", "stores"),
+    "loads early": ("products", "stores"),
+    "far apart": ("products", "stores", "others"),
+}
 ENDS = 256  # threads of prepare and finish
 
 
@@ -202,6 +206,14 @@ def test_a_missing_meeting_is_seen(monkeypatch):
     fails(monkeypatch, Products, "meet", lambda self: None)
 
 
+@pytest.mark.parametrize("wait", ["to_read", "to_write"])
+def test_a_missing_wait_for_the_exchange_is_seen(wait, monkeypatch):
+    """Where dQ is late, warpgroups wait for what the others have written, and read, a step ago."""
+    from flashattn_hopper.kernels.sm90.pipeline import Exchange
+
+    fails(monkeypatch, Exchange, wait, lambda self, slot: None, (64, 64), "far apart")
+
+
 def test_a_missing_meeting_is_seen_beyond_128(monkeypatch):
     """There P and dS of the same keys are exchanged."""
     from flashattn_hopper.kernels.sm90.key_gradient import KeyGradient
@@ -223,14 +235,14 @@ def test_another_order_of_the_sums_is_seen(monkeypatch):
     fails(monkeypatch)
 
 
-def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96), **words):
+def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96), late="all late", **words):
     """A check must, with a method of the kernel replaced."""
     if owner is not None:
         monkeypatch.setattr(owner, name, function)
     ptx.cache_clear()
     try:
         with pytest.raises(AssertionError):
-            check(*operands((1, 200, 300, 1, 1), dims), "full", LATE["all late"], **words)
+            check(*operands((1, 300, 300, 1, 1), dims), "full", LATE[late], **words)
     finally:
         ptx.cache_clear()
 
@@ -251,7 +263,11 @@ def sums_in_turn(dims, mask):
     return sums
 
 
-@pytest.mark.parametrize("dims, mask", [((64, 64), "causal"), ((96, 96), "full"), ((128, 128), "window")], ids=str)
+@pytest.mark.parametrize(
+    "dims, mask",
+    [((64, 64), "causal"), ((64, 64), "full"), ((96, 96), "full"), ((128, 128), "window")],
+    ids=str,
+)
 def test_sums_in_turn_do_not_depend_on_who_does_which_tile(dims, mask):
     """One block does all key tiles; as many blocks as tiles wait for each other; or two of them do not run yet."""
     first, *others = sums_in_turn(dims, mask)

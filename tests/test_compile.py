@@ -80,9 +80,10 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
     if summed:
         vectors = sum(n for name, n in main.opcodes.items() if name.startswith(("RED.", "REDG.")) and "F32x4" in name)
         # A quarter of the dQ that a thread holds: tile_m x headdim over the threads of the consumers. What is put off
-        # stands there twice: under the next tile's scores, and after the last tile.
+        # stands there twice: under the next tile's scores, and after the last tile; so does all of it where dQ is late.
         of_a_thread = tile.tile_m * traits.headdim // (128 * tile.num_consumers)
-        assert vectors == of_a_thread // 4 + AHEAD[tile.tile_m].late, "dQ is not added in vectors"
+        times = 1 + tile.delayed
+        assert vectors == times * of_a_thread // 4 + AHEAD[tile.tile_m].late, "dQ is not added in vectors"
         assert added - vectors == main.count("MEMBAR.ALL.GPU") == tile.in_turn, "a counter that publishes the sums"
     else:
         assert not added

@@ -164,6 +164,7 @@ class BwdTile:
     tile are loaded, and dK and dV of the last one stored, under this one.
     `ordered`: where all gradients are wanted, dQ is summed in memory all the same, in the order of the key tiles, so
     that it repeats bit by bit (only with a query_n, for the other calls, and resident blocks).
+    `late`: where dQ is summed in memory, a tile's is computed with the next one, so that warpgroups need not meet.
     `wanted`: "all" gradients, or "dq" or "dkdv" alone, for which the other launch is left out (only with a query_n).
     """
 
@@ -172,6 +173,7 @@ class BwdTile:
     query_n: int | None = None
     kv_stages: int = 1
     ordered: bool = False
+    late: bool = False
     wanted: str = "all"
 
     def __post_init__(self):
@@ -199,6 +201,11 @@ class BwdTile:
     def in_turn(self) -> bool:
         """Whether thread blocks add to a query tile of dQ one after the other, in the order of their keys."""
         return self.ordered and self.wanted == "all"
+
+    @property
+    def delayed(self) -> bool:
+        """Whether dQ of a query tile is computed with the next one."""
+        return self.late and self.summed
 
     @property
     def num_consumers(self) -> int:

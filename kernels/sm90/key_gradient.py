@@ -31,7 +31,7 @@ from ..common.softmax import LOG2_E
 from ..common.tensors import at, band_of
 from ..common.work import DeviceArith, Extent, InOrder, Place, again, kept, longest_first, thread_again
 from .key_products import AHEAD, Products
-from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Ring, arrive_after_stores, first_slot
+from .pipeline import EPILOGUE_BARRIER, MEET_BARRIER, Exchange, Ring, arrive_after_stores, first_slot
 from .sum_order import Turns, counter_of
 from .tensors import SLAB, fence, one_stage, slices, stage_bytes, staged, write_slab
 
@@ -216,6 +216,7 @@ class KeyGradient:
             next: cute.struct.MemRange[Int32, 8]
             bar_q: cute.struct.MemRange[Int64, 4]
             bar_do: cute.struct.MemRange[Int64, 4]
+            bar_ds: cute.struct.MemRange[Int64, 4 * t.delayed]
             bar_sums: cute.struct.MemRange[Int64, 6 * t.in_turn]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 4 * t.tile_m], 128]
             sQ: buffer(dev.lay_q)
@@ -248,7 +249,10 @@ class KeyGradient:
                 cute.make_tensor(st.next.data_ptr(), cute.make_layout((2, 4))),
                 cute.make_tensor(at(Int32, dev.ticket, 4), cute.make_layout(1)),
             )
-        turns = None
+        exchange = turns = None
+        if const_expr(t.delayed):
+            bars = st.bar_ds.data_ptr()
+            exchange = Exchange(bars, bars + 2)
         if const_expr(t.in_turn):
             bars = st.bar_sums.data_ptr()
             turns = Turns(bars, bars + 2, bars + 4)
@@ -260,6 +264,8 @@ class KeyGradient:
                 rings.do.init(2, warps)
                 if const_expr(self.dynamic):
                     board.ring.init(2, warps + 2 * t.in_turn)
+                if const_expr(t.delayed):
+                    exchange.init(warps)
                 if const_expr(t.in_turn):
                     turns.init(warps)
         cute.arch.mbarrier_init_fence()
@@ -275,7 +281,7 @@ class KeyGradient:
                     self.keep_order(dev, board, turns.hand_on)
         else:
             cute.arch.setmaxregister_increase(t.registers[1])
-            self.consume(dev, rings, smem, board, turns)
+            self.consume(dev, rings, smem, board, exchange, turns)
 
     # ---- role: producer
     @cute.jit
@@ -375,7 +381,7 @@ class KeyGradient:
 
     # ---- role: consumers
     @cute.jit
-    def consume(self, dev, rings, smem, board, turns=None):
+    def consume(self, dev, rings, smem, board, exchange=None, turns=None):
         """Consumer warpgroups: 64 keys each."""
         t, dq_n, ahead = self.tile, self.tile.dq_columns(self.headdim), AHEAD[self.tile.tile_m]
         place = consumer(cute.arch.thread_idx()[0])
@@ -399,7 +405,7 @@ class KeyGradient:
             a(dev.mma_s, part(smem.K, (SLAB, self.headdim, t.kv_stages), (wg, 0, 0))),
             a(dev.mma_dp, part(smem.V, (SLAB, self.headdim_v, t.kv_stages), (wg, 0, 0))),
             b(dev.mma_s, smem.Q), b(dev.mma_dp, smem.dO), b(dev.mma_dk, flip(smem.Q)), b(dev.mma_dv, flip(smem.dO)),
-            rdS, rKt, put,
+            rdS, rKt, put, exchange,
             fragment(dev.mma_s, t.tile_m), operand(dev.mma_dv), operand(dev.mma_dk),
             fragment(dev.mma_dk, self.headdim), fragment(dev.mma_dv, self.headdim_v),
             cute.make_rmem_tensor(ahead.lse, Float32),
@@ -448,12 +454,12 @@ class KeyGradient:
         hooks.dV.fill(0.0)
         if const_expr(not self.split):
             hooks.late.fill(0.0)
-        # Where this thread's sums of dQ go, one tile before the first of a head.
+        # Where this thread's sums of dQ go, one tile before the first of a head, or two if they are a step behind.
         mine = (place.wg * (SLAB * t.dq_columns(self.headdim) // 4) + place.warp * 32 + place.lane) * 16
         size = t.tile_m * self.headdim * 4
         step = -size if t.in_turn else size
         before = dev.dq_sum + (Int64(work.batch) * heads + work.head * group) * padded * (4 * self.headdim) + mine
-        before = before + (self.query_tile(seg, seg.begin) * Int64(size) - step)
+        before = before + (self.query_tile(seg, seg.begin) * Int64(size) - (1 + t.delayed) * step)
         hooks.rings.kv.wait(kv)
         # Why kept: worked out anew in the loop, they would take registers that the sums have not left yet.
         full_begin, full_end = [kept(limit, place.lane) for limit in (seg.full_begin, seg.full_end)]
@@ -467,7 +473,7 @@ class KeyGradient:
                 # Why now: later it would take registers that the sums have not left yet.
                 partial = again(Int32((m < full_begin) | (m >= full_end)))
                 hooks.scores(slot, kv)
-                dP = hooks.score_gradients(slot, kv, target, i > seg.begin)
+                dP = hooks.score_gradients(slot, kv, target, i > seg.begin + t.delayed)
                 if partial != 0:
                     # Its place is worked out anew, so as not to occupy registers elsewhere.
                     self.mask(dev, work.n_block, consumer(thread_again())).apply(hooks.S, m)
@@ -479,11 +485,14 @@ class KeyGradient:
                 hooks.meet()
                 # Only now: the sums of the tile before this one have read the register.
                 target = again(target + step)
-                hooks.products(slot, kv, target)
+                hooks.products(slot, kv, target, i > seg.begin if const_expr(t.delayed) else True)
                 slot = following
-            hooks.add_late(slot, target, seg.end > seg.begin)
+            hooks.add_late(slot, target, seg.end > seg.begin + t.delayed)
+            if const_expr(t.delayed):
+                target = target + step
+                hooks.last_sums(slot.before(), kv, target, seg.end > seg.begin)
             # Why: kept through the loop it spills with sums in turn, and worked out again without them.
-            start = target - Int64(seg.end - seg.begin) * step if const_expr(t.in_turn) else before
+            start = target - Int64(seg.end - seg.begin + t.delayed) * step if const_expr(t.in_turn) else before
             before = start + padded * (4 * self.headdim)
         return slot
 

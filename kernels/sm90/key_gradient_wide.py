@@ -56,7 +56,7 @@ class WideKeyGradient(KeyGradient):
     wide = True
 
     @cute.jit
-    def consume(self, dev, rings, smem, board, turns=None):
+    def consume(self, dev, rings, smem, board, exchange=None, turns=None):
         t = self.tile
         work = self.work(self.order(dev), cute.arch.block_idx()[0])
         place = consumer(cute.arch.thread_idx()[0])

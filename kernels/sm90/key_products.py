@@ -66,6 +66,7 @@ class Products:
     rdS: Any
     rKt: Any
     put: Any  # (copy atom, this thread's part of the copy, this warpgroup's rows of dS in shared memory)
+    exchange: Any  # of dS, where dQ of a tile is computed in the next step; otherwise consumers meet
     S: cute.Tensor
     P: cute.Tensor
     dS: cute.Tensor
@@ -101,11 +102,11 @@ class Products:
         gemm(self.mma_s, self.S, self.rK[None, None, None, kv.index], self.rQ[None, None, None, slot.index], True)
 
     def add_late(self, slot, target, wanted):
-        """Where `wanted`: add the sums that `products` put off for the tile before `slot`, with the same `target`."""
+        """Where `wanted`: add the sums that `products` put off in the step before `slot`, with the same `target`."""
         if self.put is not None:
             self.add(target, self.late, self.dq_n // 8 - self.ahead.late, wanted)
             if self.turns is not None:
-                self.turns.pass_on(slot.index ^ 1, wanted)
+                self.turns.pass_on(slot.index ^ (self.exchange is None), wanted)
 
     def add(self, target, sums, first, wanted):
         """Sums of dQ, from vector `first` of this thread on."""
@@ -145,31 +146,57 @@ class Products:
         if self.put is not None:
             store, thr, slab = self.put
             packed = cute.make_tensor(self.dS.iterator, dP.layout)
+            if self.exchange is not None:
+                self.exchange.to_write(slot)
             cute.copy(store, thr.retile(packed), thr.partition_D(slab[None, None, slot.index]))
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if self.exchange is None:
+                cute.arch.fence_proxy("async.shared", space="cta")
+            else:
+                self.exchange.wrote(slot)
 
     def meet(self):
         """All of dS is in shared memory afterwards."""
-        if self.put is not None:
+        if self.put is not None and self.exchange is None:
             cute.arch.barrier(barrier_id=MEET_BARRIER, number_of_threads=WARPGROUP * self.num_consumers)
 
-    def products(self, slot, kv, target):
-        """dQ, added to memory from `target` on, and dK, which is still on its way afterwards. dO is given back."""
+    def query_sums(self, slot, kv):
+        """Issue dQ of a tile."""
+        if self.exchange is not None:
+            self.exchange.to_read(slot)
+        dQ = cute.make_rmem_tensor(self.mma_dq.get_slice(0).partition_shape_C((SLAB, self.dq_n)), Float32)
+        gemm(self.mma_dq, dQ, self.rdS[None, None, None, slot.index], self.rKt[None, None, None, kv.index], True)
+        return dQ
+
+    def products(self, slot, kv, target, wanted):
+        """dK, and dQ of this step, or with an exchange of the one before. Where `wanted`, dQ is added to memory
+        from `target` on, but for what is put off. Q and dO are given back."""
         if self.put is not None:
             if not self.early:
                 warpgroup.wait_group(1)  # dV: its P would be in the way of dQ
-            dQ = cute.make_rmem_tensor(self.mma_dq.get_slice(0).partition_shape_C((SLAB, self.dq_n)), Float32)
-            gemm(self.mma_dq, dQ, self.rdS[None, None, None, slot.index], self.rKt[None, None, None, kv.index], True)
+            of = slot if self.exchange is None else slot.before()
+            dQ = self.query_sums(of, kv)
         gemm(self.mma_dk, self.dK, self.dS, self.rQt[None, None, None, slot.index], False)
         warpgroup.wait_group(1)
         self.rings.do.release(slot)
         if self.put is not None:
+            if self.exchange is not None:
+                self.exchange.did_read(of)
             now = cute.size(dQ) - cute.size(self.late)
             for i in range(cute.size(self.late)):
                 self.late[i] = dQ[now + i]
             if self.turns is not None:
-                self.turns.wait(slot)
-            self.add(target, cute.make_tensor(dQ.iterator, cute.make_layout(now)), 0, True)
+                self.turns.wait_if(wanted, of)
+            self.add(target, cute.make_tensor(dQ.iterator, cute.make_layout(now)), 0, wanted)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read lse and delta
         self.rings.q.release(slot)
+
+    def last_sums(self, slot, kv, target, wanted):
+        """With an exchange: dQ of a head's last tile, which was at `slot`, where `wanted` added from `target` on."""
+        dQ = self.query_sums(slot, kv)
+        warpgroup.wait_group(0)
+        if self.turns is not None:
+            self.turns.wait_if(wanted, slot)
+        self.add(target, dQ, 0, wanted)
+        if self.turns is not None:
+            self.turns.pass_on(slot.index, wanted)

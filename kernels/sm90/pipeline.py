@@ -85,6 +85,41 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Two stages of shared memory that all consumers write their parts of and read whole one step later.
+
+    In step i a consumer writes stage i and reads stage i - 1: it waits for what the others wrote a step ago, not for
+    what they write now. In its first step it reads what is there, for nothing, so that each step has the same arrivals.
+    """
+
+    written: cute.Pointer
+    read: cute.Pointer
+
+    def init(self, warps):
+        """One thread of the block."""
+        for s in range(2):
+            cute.arch.mbarrier_init(self.written + s, warps)
+            cute.arch.mbarrier_init(self.read + s, warps)
+
+    def to_write(self, slot):
+        """Wait until the stage has been read, in the step before; the very first of them is read by nobody before."""
+        cute.arch.mbarrier_wait(self.read + slot.index, slot.before().phase)
+
+    def wrote(self, slot):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.written + slot.index)
+
+    def to_read(self, slot):
+        cute.arch.mbarrier_wait(self.written + slot.index, slot.phase)
+
+    def did_read(self, slot):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.read + slot.index)
+
+
+@dataclass(frozen=True)
 class NoTurns:
     def start(self): ...
     def wait(self): ...

@@ -78,16 +78,20 @@ FORWARD_FP8 = KernelSpec(
 
 # dQ summed in memory costs the fewest products, and repeats bit by bit where the sums are done in turn; a kernel of its
 # own is for calls that want less than all gradients. Beyond headdim 128 dK and dV of 64 keys fill the registers of two
-# warpgroups, and the sums of dQ would be the bottleneck.
+# warpgroups, and the sums of dQ would be the bottleneck. `late` where it pays: docs/kernels/sm90_backward.md, step 16.
+IN_TURN = {"kv_stages": 2, "ordered": True}
+
 BACKWARD_TILES = TileTable(
+    Row(64, BwdTile(128, kv_stages=2, late=True), min_seqlen=1025, deterministic=(False,)),
     Row(64, BwdTile(128, kv_stages=2), deterministic=(False,)),
-    Row(64, BwdTile(128, query_n=128, kv_stages=2, ordered=True), masks=("full",), deterministic=(True,)),
+    Row(64, BwdTile(128, query_n=128, **IN_TURN, late=True), masks=("full",), min_seqlen=1025, deterministic=(True,)),
+    Row(64, BwdTile(128, query_n=128, **IN_TURN), masks=("full",), deterministic=(True,)),
     Row(64, BwdTile(128, query_n=128, kv_stages=2), masks=("causal", "window"), deterministic=(True,)),
     Row(96, BwdTile(64, kv_stages=2), deterministic=(False,)),
-    Row(96, BwdTile(64, query_n=96, kv_stages=2, ordered=True), masks=("full",), deterministic=(True,)),
+    Row(96, BwdTile(64, query_n=96, **IN_TURN), masks=("full",), deterministic=(True,)),
     Row(96, BwdTile(64, query_n=96, kv_stages=2), masks=("causal", "window"), deterministic=(True,)),
     Row(128, BwdTile(64, kv_stages=2), deterministic=(False,)),
-    Row(128, BwdTile(64, query_n=96, kv_stages=2, ordered=True), masks=("full",), deterministic=(True,)),
+    Row(128, BwdTile(64, query_n=96, **IN_TURN), masks=("full",), deterministic=(True,)),
     Row(128, BwdTile(64, query_n=96, kv_stages=2), masks=("causal", "window"), deterministic=(True,)),
     Row((192, 128), BwdTile(64, 64, query_n=64)),
     Row(192, BwdTile(64, 64, query_n=64)),

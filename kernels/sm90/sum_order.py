@@ -60,8 +60,10 @@ class Turns:
             cute.arch.red(at(Int32, counter, 4), Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
 
     # ---- consumer warps
-    def wait(self, slot):
-        cute.arch.mbarrier_wait(self.turn + slot.index, slot.phase)
+    @cute.jit
+    def wait_if(self, wanted, slot):
+        if wanted:
+            cute.arch.mbarrier_wait(self.turn + slot.index, slot.phase)
 
     def pass_on(self, index, wanted):
         """Where `wanted`: this warp has added to the query tile of that slot. Without a branch, as it is called between

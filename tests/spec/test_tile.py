@@ -160,6 +160,12 @@ def test_sums_are_in_turn_where_all_gradients_are_wanted():
     assert BwdTile(64).summed and not BwdTile(64).in_turn and not BwdTile(64, query_n=64).summed
 
 
+def test_only_sums_in_memory_can_be_late():
+    late = BwdTile(128, query_n=64, kv_stages=2, ordered=True, late=True)
+    assert late.delayed and BwdTile(128, late=True).delayed and not BwdTile(128).delayed
+    assert not any(replace(late, wanted=wanted).delayed for wanted in ("dq", "dkdv"))
+
+
 @pytest.mark.parametrize("tile", (BwdTile(64), BwdTile(128), BwdTile(64, 64, query_n=64)), ids=str)
 def test_a_backward_tile_fits_the_multiprocessor(tile):
     producer, consumer = tile.registers
