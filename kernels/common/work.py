@@ -159,6 +159,4 @@ class HeadMap:
 
 def order_of(mask: str, extent: Extent, bytes_per_key: int, wide: tuple[tuple[int, Section], ...] = ()):
     """The order part for a mask kind: windows are equally long everywhere but at the start."""
-    return (
-        longest_first(extent, bytes_per_key, wide=wide) if const_expr(mask == "causal") else InOrder(extent)
-    )
+    return longest_first(extent, bytes_per_key, wide=wide) if const_expr(mask == "causal") else InOrder(extent)
