@@ -41,9 +41,9 @@ ENDS = 256  # threads of prepare and finish
 
 
 @functools.cache
-def ptx(traits, ordered=False):
-    """`ordered`: sums of dQ in turn, whatever the table says."""
-    tile = BACKWARD.tiles.find(traits, 4096)
+def ptx(traits, ordered=False, served=4096):
+    """`ordered`: sums of dQ in turn, whatever the table says. `served`: the tile of so many keys."""
+    tile = BACKWARD.tiles.find(traits, served)
     tile = replace(tile, ordered=True) if ordered else tile
     with tempfile.TemporaryDirectory() as folder:
         return jit._compile(BACKWARD, traits, tile, BACKWARD.arch, f"--keep-ptx --dump-dir {folder}").__ptx__, tile
@@ -54,12 +54,13 @@ def gradients(q, k, v, dout, out, lse, band, scale, deterministic=False, late=()
 
     `order` is for sums in turn. `ordered`: have them whatever the table says. `resident`: how many blocks run at once;
     by default all that may wait for each other. `keep`: a list that gets the sums of dQ, not rounded to 16 bits yet.
+    `served`: have the tile of so many keys.
     """
     keep, resident = order.get("keep"), order.get("resident")
     (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
     dtype = next(name for name, kind in DTYPES.items() if kind == q.dtype)
     traits = BACKWARD.compiled(Traits(BWD, dtype, d, d_v, band.kind, deterministic=deterministic))
-    text, tile = ptx(traits, order.get("ordered", False))
+    text, tile = ptx(traits, order.get("ordered", False), order.get("served", 4096))
     summed, wide, hd, hd_v = tile.summed, tile.tile_n == 64, traits.headdim, traits.headdim_v
     memory = Memory(1 << 24)
     dq, dk, dv = grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
@@ -144,11 +145,11 @@ def operands(shape=PLAIN, dims=(96, 96), dtype="bf16"):
     return [torch.randn(batch, *size).to(DTYPES[dtype]) for size in sizes]
 
 
-def check(q, k, v, dout, mask, late=(), deterministic=False):
+def check(q, k, v, dout, mask, late=(), deterministic=False, **order):
     band, words = MASKS[mask]
     exact = attention(q, k, v, **words)
     scale = q.shape[3] ** -0.5
-    grads = gradients(q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, scale, deterministic, late)
+    grads = gradients(q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, scale, deterministic, late, **order)
     return check_grads(grads, q, k, v, dout, **words)
 
 
@@ -157,6 +158,7 @@ def check(q, k, v, dout, mask, late=(), deterministic=False):
     [
         ((64, 64), "causal", {"dtype": "fp16"}),
         ((64, 64), "full", {"deterministic": True}),
+        ((64, 64), "window", {"served": 512}),
         ((96, 96), "full", {"dtype": "fp16"}),
         ((96, 96), "causal", {}),
         ((96, 96), "window", {}),
@@ -171,7 +173,8 @@ def check(q, k, v, dout, mask, late=(), deterministic=False):
     ids=str,
 )
 def test_against_float64(dims, mask, words):
-    check(*operands(dims=dims, dtype=words.get("dtype", "bf16")), mask, deterministic=words.get("deterministic", False))
+    how = {name: value for name, value in words.items() if name != "dtype"}
+    check(*operands(dims=dims, dtype=words.get("dtype", "bf16")), mask, **how)
 
 
 @pytest.mark.parametrize("late", LATE)
@@ -179,6 +182,15 @@ def test_against_float64(dims, mask, words):
 def test_waits_are_where_they_must_be(dims, late):
     """Up to four tiles of keys of one block, in two stages; beyond headdim 128 four of queries."""
     check(*operands((1, 200, 560, 1, 1) if dims[0] <= 128 else (1, 300, 130, 2, 1), dims), "causal", LATE[late])
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize(
+    "words", [{}, {"deterministic": True}, {"served": 512}, {"served": 512, "deterministic": True}]
+)
+def test_waits_over_many_query_tiles(words, late):
+    """Five of 128 for each of two heads, whose dQ is late, and in turn, or neither."""
+    check(*operands((1, 560, 200, 2, 1), (64, 64)), "full", LATE[late], **words)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +216,7 @@ def test_a_missing_meeting_is_seen(monkeypatch):
     from flashattn_hopper.kernels.sm90.key_products import Products
 
     fails(monkeypatch, Products, "meet", lambda self: None)
+    fails(monkeypatch, Products, "meet", lambda self: None, (64, 64), "far apart", served=512)
 
 
 @pytest.mark.parametrize("wait", ["to_read", "to_write"])
@@ -249,7 +262,7 @@ def fails(monkeypatch, owner=None, name=None, function=None, dims=(96, 96), late
 
 def sums_in_turn(dims, mask):
     """Of float32, by one block, by three that wait for each other, and by one of three before the others run."""
-    q, k, v, dout = operands((1, 140, 300, 2, 1), dims)
+    q, k, v, dout = operands((1, 140 if dims[0] > 64 else 400, 300, 2, 1), dims)
     band, words = MASKS[mask]
     exact = attention(q, k, v, **words)
     given = q, k, v, dout, exact.out.to(q.dtype), exact.lse, band, dims[0] ** -0.5, True

@@ -191,6 +191,8 @@ class BwdTile:
             raise ValueError(f"BwdTile: query_n={self.query_n!r}; allowed: None or a multiple of 16 up to 256")
         if self.ordered and (self.query_n is None or self.kv_stages != 2):
             raise ValueError(f"{self}: ordered sums need a query_n and kv_stages=2")
+        if self.late and self.query_n is not None and not self.ordered:
+            raise ValueError(f"{self}: late is for dQ that is summed in memory, so with no query_n, or ordered")
 
     @property
     def summed(self) -> bool:

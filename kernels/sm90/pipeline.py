@@ -88,8 +88,9 @@ class Ring:
 class Exchange:
     """Two stages of shared memory that all consumers write their parts of and read whole one step later.
 
-    In step i a consumer writes stage i and reads stage i - 1: it waits for what the others wrote a step ago, not for
-    what they write now. In its first step it reads what is there, for nothing, so that each step has the same arrivals.
+    In step i a consumer writes stage i once all have read stage i - 2, which they do in step i - 1, and then reads
+    stage i - 1, which all had written before that. In its first step it reads what is there, for nothing, so that each
+    step has the same arrivals.
     """
 
     written: cute.Pointer

@@ -164,6 +164,8 @@ def test_only_sums_in_memory_can_be_late():
     late = BwdTile(128, query_n=64, kv_stages=2, ordered=True, late=True)
     assert late.delayed and BwdTile(128, late=True).delayed and not BwdTile(128).delayed
     assert not any(replace(late, wanted=wanted).delayed for wanted in ("dq", "dkdv"))
+    with pytest.raises(ValueError, match="late is for dQ that is summed in memory"):
+        BwdTile(128, query_n=64, late=True)
 
 
 @pytest.mark.parametrize("tile", (BwdTile(64), BwdTile(128), BwdTile(64, 64, query_n=64)), ids=str)
