@@ -184,13 +184,21 @@ def test_waits_are_where_they_must_be(dims, late):
     check(*operands((1, 200, 560, 1, 1) if dims[0] <= 128 else (1, 300, 130, 2, 1), dims), "causal", LATE[late])
 
 
-@pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize(
-    "words", [{}, {"deterministic": True}, {"served": 512}, {"served": 512, "deterministic": True}]
+    "words, late",
+    [
+        ({}, "all late"),
+        ({}, "far apart"),
+        ({"deterministic": True}, "all late"),
+        ({"deterministic": True}, "far apart"),
+        ({"served": 512}, "far apart"),
+        ({"served": 512, "deterministic": True}, "far apart"),
+    ],
+    ids=str,
 )
 def test_waits_over_many_query_tiles(words, late):
-    """Five of 128 for each of two heads, whose dQ is late, and in turn, or neither."""
-    check(*operands((1, 560, 200, 2, 1), (64, 64)), "full", LATE[late], **words)
+    """Four of 128 for each of two heads, whose dQ is late, and in turn, or neither."""
+    check(*operands((1, 400, 200, 2, 1), (64, 64)), "full", LATE[late], **words)
 
 
 @pytest.mark.parametrize(
