@@ -130,20 +130,20 @@ class LongestFirst:
         return Work(e.m_blocks - 1 - m, head_batch - batch * e.heads, batch)
 
 
-def longest_first(extent, bytes_per_key, narrow=True, wide=()):
+def longest_first(extent, bytes_per_key, narrow=True, wide_from=None):
     """`narrow`: all but the last section keep K and V well inside L2. Otherwise all are as wide as the last one:
-    for sums in memory, which get into each other's way where few heads are worked on. `wide`: pairs of query tiles of a
-    head, rising, and the Section that all but the last one are from so many on."""
+    for sums in memory, which get into each other's way where few heads are worked on. `wide_from`: all are as wide from
+    so many query tiles for each head."""
     per_head = cutlass.max(cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key, 1)
     m_blocks, total = cutlass.max(extent.m_blocks, 1), cutlass.max(extent.heads * extent.batch, 1)
     heads = lambda s: cutlass.max(cutlass.max(Int32(s.l2_bytes) // per_head, Int32(s.query_tiles) // m_blocks), 1)
-    last = cutlass.min(Int32(cutlass.select_(m_blocks > SHORT_M_BLOCKS, heads(LONG), heads(SHORT))), total)
+    wide = cutlass.min(Int32(cutlass.select_(m_blocks > SHORT_M_BLOCKS, heads(LONG), heads(SHORT))), total)
     if const_expr(narrow):
         width = heads(NARROW)
-        for begin, section in wide:
-            width = Int32(cutlass.select_(m_blocks >= begin, cutlass.min(heads(section), total), width))
-        return LongestFirst(extent, width, ((total - last) // width) * width)
-    sections = (total + last - 1) // last
+        if const_expr(wide_from is not None):
+            width = Int32(cutlass.select_(m_blocks >= wide_from, wide, width))
+        return LongestFirst(extent, width, ((total - wide) // width) * width)
+    sections = (total + wide - 1) // wide
     return LongestFirst(extent, (total + sections - 1) // sections, total)
 
 
@@ -157,6 +157,8 @@ class HeadMap:
         return head // self.group
 
 
-def order_of(mask: str, extent: Extent, bytes_per_key: int, wide: tuple[tuple[int, Section], ...] = ()):
+def order_of(mask: str, extent: Extent, bytes_per_key: int, wide_from: int | None = None):
     """The order part for a mask kind: windows are equally long everywhere but at the start."""
-    return longest_first(extent, bytes_per_key, wide=wide) if const_expr(mask == "causal") else InOrder(extent)
+    return (
+        longest_first(extent, bytes_per_key, wide_from=wide_from) if const_expr(mask == "causal") else InOrder(extent)
+    )

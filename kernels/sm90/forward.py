@@ -34,7 +34,7 @@ from ..common.schedule import ROUND, Board
 from ..common.softmax import CEILING, LOG2_E, Softmax
 from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
-from ..common.work import LONG, DeviceArith, Extent, HeadMap, Place, Work, again, order_of
+from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
 from .epilogue import Epilogue
 from .mainloop import Asynchronous, Loads, Overlapped, Polling, Serial
 from .pipeline import (
@@ -55,9 +55,9 @@ SCALE_KEYS = 128  # keys that share a scale in FP8
 # the same KV tiles, and resident blocks start with many heads at once, which two stages of loads do not hide.
 FETCHED_M_BLOCKS = 16
 
-# Where a key and its value have so many bytes, heads of so many query tiles are worked on in sections at least so wide.
-# Measured, as the one above: docs/kernels/sm90_forward.md, steps 17 and 19.
-WIDE_BYTES, WIDE = 1024, ((64, LONG), (128, LONG._replace(query_tiles=1024)))
+# Where a key and its value have so many bytes, heads of so many query tiles are worked on in wide sections only.
+# Measured, as the one above: docs/kernels/sm90_forward.md.
+WIDE_BYTES, WIDE_M_BLOCKS = 1024, 64
 
 
 class Device(NamedTuple):
@@ -206,8 +206,8 @@ class Forward:
 
     def order(self, dev):
         bytes_per_key = self.elements.v.width // 8 * (self.headdim + self.headdim_v)
-        wide = WIDE if bytes_per_key >= WIDE_BYTES else ()
-        return order_of(self.traits.mask, self.extent(dev), bytes_per_key, wide)
+        wide_from = WIDE_M_BLOCKS if bytes_per_key >= WIDE_BYTES else None
+        return order_of(self.traits.mask, self.extent(dev), bytes_per_key, wide_from)
 
     def segments(self, dev, m_block, tile):
         return self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith)
