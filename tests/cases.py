@@ -127,7 +127,8 @@ def tile_id(tile: Tile) -> str:
     if isinstance(tile, BwdTile):
         own = "-ordered" if tile.ordered else "" if tile.summed else f"-dq{tile.query_n}"
         return f"{tile.tile_m}x{tile.tile_n}{own}{'-late' * tile.late}"
-    return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{'-pp' * tile.ping_pong}"
+    switches = "-pp" * tile.ping_pong + "-up" * tile.rising
+    return f"{tile.tile_m}x{tile.tile_n}-{tile.schedule}-q{tile.q_stages}-{tile.output}{switches}"
 
 
 def cases_for(spec: KernelSpec) -> list[Case]:

@@ -170,7 +170,7 @@ def parse(text):
     wait = r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\S+ P1, (\[[^\]]*\]), ([^,]+), \d+;.*?DONE:\s*\}"
     text = re.sub(wait, r"mbarrier_wait \1, \2;", text, flags=re.S)
     body = re.sub(r"\{\s*\.reg", ".reg", text[text.index("\n{") + 2 : text.rindex("}")])
-    return ptx_machine._parse(re.sub(r"\n\s*\}\s*\n", "\n", body))
+    return ptx_machine._parse(re.sub(r"\}\s*\n", "\n", body))
 
 
 class _Warp(_Block):
@@ -388,13 +388,14 @@ class _Warp(_Block):
             np.add.at(floats, places // 4 + i, self.get(name.strip()).view(np.float32)[active])
 
     def do_atom(self, words, operands, active, kind):
-        """An addition to one word of global memory, by one lane."""
-        assert active.sum() == 1 and "add" in words, "an atomic of several lanes"
+        """An addition to one word of global memory, or a count that starts again at a bound, by one lane."""
+        assert active.sum() == 1 and ("add" in words or "inc" in words), "an atomic of several lanes"
         lane, place = int(np.argmax(active)), self.place(operands[1], active)
         self.memory.check(np.array([place]), 4)
         word = self.memory.bytes[place : place + 4].view(np.int32)
         before = np.full(32, word[0], np.int32)
-        word += self.get(operands[2]).view(np.int32)[lane]
+        operand = self.get(operands[2]).view(np.int32)[lane]
+        word[0] = word[0] + operand if "add" in words else 0 if word[0] >= operand else word[0] + 1
         self.put(operands[0], before.view(np.uint32), active)
 
     def do_stmatrix(self, words, operands, active, kind):

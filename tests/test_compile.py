@@ -49,6 +49,11 @@ def check_main_kernel(used, tile, arch):
     assert producer + tile.num_consumers * min(consumer, 255) <= arch.registers // 128
 
 
+def draws(used):
+    """Instructions that draw a ticket. An addition would become one for all lanes, which is waited for at once."""
+    return sum(n for name, n in used.opcodes.items() if name.startswith("ATOMG.") and ".INC." in name)
+
+
 def check_no_spills(used):
     assert not used.local_memory and used.stack == 0, f"spilled registers: {used.local_memory}, stack {used.stack} B"
 
@@ -58,7 +63,11 @@ def check_no_spills(used):
 def test_machine_code(variant, monkeypatch):
     _, traits, tile, arch = variant
     shared = smem_of(monkeypatch)
-    check_main_kernel(inspect(jit.compile_cubin(*variant)), tile, arch)
+    used = inspect(jit.compile_cubin(*variant))
+    check_main_kernel(used, tile, arch)
+    # A ticket is drawn where a walk begins or in one of its loops; the other atomic counts the blocks that are done.
+    dynamic = tile.schedule == "dynamic"
+    assert (draws(used) >= 2) == dynamic and used.count("ATOMG") - draws(used) == dynamic
     assert len(shared) == 1 and shared[0] <= tile.smem_bytes(traits) <= arch.smem_bytes
 
 
@@ -94,9 +103,10 @@ def test_machine_code_of_the_backward(variant, monkeypatch):
         assert not any(map(used.count, ("HGMMA", "UTMALDG", "RED", "REDG")))
         assert used.threads == 256 and used.registers <= 64  # a thousand threads of a multiprocessor
         assert used.count("LDG") and used.count("STG")
-    # The only atomic with an answer is the ticket that resident blocks draw; in turn their first one too.
+    # The only atomic with an answer is the ticket that resident blocks draw, with a query tile or where there is none;
+    # in turn their first one too.
     drawn = sum(used.count(word) for used in kernels.values() for word in ("ATOM", "ATOMG"))
-    assert drawn == main.count("ATOMG") == (tile.kv_stages == 2) + tile.in_turn
+    assert drawn == draws(main) == 2 * (tile.kv_stages == 2) + tile.in_turn
     assert len(shared) == (1 if summed else 2)
     assert shared[0] <= tile.smem_bytes(traits) <= arch.smem_bytes and max(shared) <= arch.smem_bytes
 

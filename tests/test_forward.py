@@ -475,7 +475,15 @@ def tiles_of_a_round():
 
 
 @pytest.mark.parametrize(
-    "slug", ["fwd.bf16.d64.full", "fwd.bf16.d128.causal", "fwd.bf16.d128.full", "fwd.bf16.d256.full"]
+    "slug",
+    [
+        "fwd.bf16.d64.full",
+        "fwd.bf16.d128.causal",
+        "fwd.bf16.d128.full",
+        "fwd.bf16.d192.causal",
+        "fwd.bf16.d256.full",
+        "fwd.bf16.d256.causal",
+    ],
 )
 def test_many_second_attempts(slug, much_memory):
     """More than a round of tiles in every resident block, and each of them overflows the first attempt."""
@@ -486,8 +494,9 @@ def test_many_second_attempts(slug, much_memory):
     batch = int(1.2 * tiles_of_a_round() * resident_blocks() / (heads * -(-seqlen // tile.tile_m))) + 1
     q, k = integers(batch, seqlen, heads, headdim, seed=1), integers(batch, seqlen, 2, headdim, seed=2)
     v = torch.randn(batch, seqlen, 2, headdim, device=cases.DEVICE).to(BF)
-    # 100 nats for every 16 keys, rising to the left, where the loop ends, and from another level in each sequence.
-    stairs = 100 * ((seqlen - 1 - torch.arange(seqlen, device=cases.DEVICE)) // 16) * headdim**0.5 / 32
+    # 100 nats for every 16 keys, rising to where the loop ends, and from another level in each sequence.
+    keys = torch.arange(seqlen, device=cases.DEVICE)
+    stairs = 100 * ((keys if tile.rising else seqlen - 1 - keys) // 16) * headdim**0.5 / 32
     q[..., 0] = 32
     k[..., 0] = (stairs.view(1, -1, 1) + torch.arange(batch, device=cases.DEVICE).view(-1, 1, 1)).round().to(BF)
     mask = cases.mask_arguments(traits.mask)

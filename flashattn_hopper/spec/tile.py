@@ -23,6 +23,7 @@ class FwdTile:
     waits for the store), or in a stage of "v" (the next V waits; two warpgroups, two stages).
     `ping_pong`: consumer warpgroups take turns issuing their matrix products.
     `ahead`: the first scores of a query tile are computed under the last product and the epilogue of the one before.
+    `rising`: KV tiles from the first one up (causal), so that query tiles of a head read the same ones together.
     Of 8-bit operands: `value_columns` of V that one product takes, None for all; `serial`, a tile's products one after
     the other, so that their accumulators share registers; `polynomial`, of every eight blocks of 16 keys those whose
     exponentials are polynomials in packed halves, because there are not enough units for all of them.
@@ -39,6 +40,7 @@ class FwdTile:
     serial: bool = False
     polynomial: int = 0
     ahead: bool = False
+    rising: bool = False
 
     def __post_init__(self):
         self._require(self.tile_m in (64, 128, 192), "tile_m", "64, 128 or 192")
@@ -98,6 +100,9 @@ class FwdTile:
         if self.ahead and (traits.mask == "window" or self.tile_m - 64 > self.tile_n):
             # A skipped tile waits for its V, and a second one for memory that is given back after all of them.
             raise ValueError(f"{self}: ahead lets a warpgroup skip one KV tile at most; not for {traits.slug}")
+        if self.rising and (traits.mask != "causal" or traits.dtype == "fp8" or self.ahead):
+            # Walks with a left edge have partial tiles at both ends; scales of FP8 are read from the last tile down.
+            raise ValueError(f"{self}: rising is for causal masks, 16-bit and not ahead; got {traits.slug}")
         if traits.headdim_v != traits.headdim and self.output == "q":
             raise ValueError(f"{self}: output='q' needs slabs of one size; {traits.slug} has two")
 
@@ -122,12 +127,13 @@ class FwdTile:
                     ("dynamic", 2, "own", False),
                     ("dynamic", 2, "own", True),
                 ):
-                    try:
-                        tile = cls(tile_m, tile_n, 2, q_stages, output, schedule, ahead=ahead)
-                        tile.check(arch, traits)
-                    except ValueError:
-                        continue
-                    yield tile
+                    for rising in (False, True):
+                        try:
+                            tile = cls(tile_m, tile_n, 2, q_stages, output, schedule, ahead=ahead, rising=rising)
+                            tile.check(arch, traits)
+                        except ValueError:
+                            continue
+                        yield tile
 
     @classmethod
     def _of_codes(cls, arch, traits):

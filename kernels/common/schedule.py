@@ -6,6 +6,23 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+
+def count_up(counter, wanted):
+    """Add one to a word of global memory in the lane that wants it; what it was, 0 in other lanes.
+
+    Why not an addition: the compiler may do one for all lanes and wait for it at once, to tell each its share.
+    """
+    asm = llvm.inline_asm(
+        T.i32(), [counter.toint().ir_value(), Int32(wanted).ir_value()],
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; "
+        "@p atom.relaxed.gpu.global.inc.u32 $0, [$1], 0x7fffffff; }",
+        "=&r,l,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Int32(asm)
+
 
 # Tiles that a block does before its roles agree whether one of them needs a second attempt; the board remembers them.
 ROUND = 128
@@ -24,13 +41,9 @@ class Board:
     tickets: cute.Tensor
     history: Any = None  # shared, (ROUND,): linear indices of this round's tiles, complemented if to be redone
 
-    @cute.jit
     def draw(self):
         """In lane 0; the caller broadcasts it later, which keeps the atomic's latency off the loads."""
-        ticket = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            ticket = cute.arch.atomic_add(self.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return ticket
+        return count_up(self.tickets.iterator, cute.arch.lane_idx() == 0)
 
     @cute.jit
     def post(self, slot, following, work, i=None, done=None):

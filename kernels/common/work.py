@@ -19,7 +19,7 @@ class Section(NamedTuple):
 
 
 # Up to SHORT_M_BLOCKS query tiles for each head, and beyond. Measured: docs/kernels/sm90_forward.md.
-SHORT, LONG = Section(8 << 20, 256), Section(32 << 20, 512)
+SHORT, LONG = Section(8 << 20, 256), Section(16 << 20, 256)
 SHORT_M_BLOCKS = 8
 NARROW = Section(8 << 20, 1)
 
@@ -105,19 +105,19 @@ class LongestFirst:
     """For masks that end at the diagonal: the last, longest query tiles of a section of heads first.
 
     Within a section the order is m_block major, so that it ends with short tiles. The first `cut` heads come in
-    sections of `narrow`, which keep K and V well inside L2; the rest is one wide section, so that the launch ends
+    sections of `width`, which keep K and V inside L2; the rest, if any, is one wide section, so that the launch ends
     evenly: a narrow last one would start long tiles when the others run out of work.
     """
 
     extent: Extent
-    narrow: Int32
+    width: Int32
     cut: Int32
 
     @cute.jit
     def work(self, linear):
         e = self.extent
         total, cut_tiles = e.heads * e.batch, self.cut * e.m_blocks
-        first, origin, section, end = Int32(0), Int32(0), self.narrow, self.cut
+        first, origin, section, end = Int32(0), Int32(0), self.width, self.cut
         if linear >= cut_tiles:
             first, origin, section, end = self.cut, cut_tiles, cutlass.max(total - self.cut, 1), total
         s = (linear - origin) // (section * e.m_blocks)
@@ -130,21 +130,21 @@ class LongestFirst:
         return Work(e.m_blocks - 1 - m, head_batch - batch * e.heads, batch)
 
 
-def longest_first(extent, bytes_per_key, narrow=True, wide_from=None):
-    """`narrow`: all but the last section keep K and V well inside L2. Otherwise all are as wide as the last one:
-    for sums in memory, which get into each other's way where few heads are worked on. `wide_from`: all are as wide from
-    so many query tiles for each head."""
+def longest_first(extent, bytes_per_key, narrow=True):
+    """Even sections; with few query tiles for each head and `narrow`, narrow ones and a wide one last. Not narrow are
+    sums in memory, which get into each other's way where few heads are worked on."""
     per_head = cutlass.max(cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key, 1)
     m_blocks, total = cutlass.max(extent.m_blocks, 1), cutlass.max(extent.heads * extent.batch, 1)
     heads = lambda s: cutlass.max(cutlass.max(Int32(s.l2_bytes) // per_head, Int32(s.query_tiles) // m_blocks), 1)
-    wide = cutlass.min(Int32(cutlass.select_(m_blocks > SHORT_M_BLOCKS, heads(LONG), heads(SHORT))), total)
-    if const_expr(narrow):
-        width = heads(NARROW)
-        if const_expr(wide_from is not None):
-            width = Int32(cutlass.select_(m_blocks >= wide_from, wide, width))
-        return LongestFirst(extent, width, ((total - wide) // width) * width)
+    short = m_blocks <= SHORT_M_BLOCKS
+    wide = cutlass.min(Int32(cutlass.select_(short, heads(SHORT), heads(LONG))), total)
     sections = (total + wide - 1) // wide
-    return LongestFirst(extent, (total + sections - 1) // sections, total)
+    width, cut = (total + sections - 1) // sections, total
+    if const_expr(narrow):
+        few = heads(NARROW)
+        width = Int32(cutlass.select_(short, few, width))
+        cut = Int32(cutlass.select_(short, ((total - wide) // few) * few, cut))
+    return LongestFirst(extent, width, cut)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,6 @@ class HeadMap:
         return head // self.group
 
 
-def order_of(mask: str, extent: Extent, bytes_per_key: int, wide_from: int | None = None):
+def order_of(mask: str, extent: Extent, bytes_per_key: int):
     """The order part for a mask kind: windows are equally long everywhere but at the start."""
-    return (
-        longest_first(extent, bytes_per_key, wide_from=wide_from) if const_expr(mask == "causal") else InOrder(extent)
-    )
+    return longest_first(extent, bytes_per_key) if const_expr(mask == "causal") else InOrder(extent)

@@ -36,7 +36,7 @@ from ..common.tensors import at, band_of, fake_operand
 from ..common.walk import Walk
 from ..common.work import DeviceArith, Extent, HeadMap, Place, Work, again, order_of
 from .epilogue import Epilogue
-from .mainloop import Asynchronous, Loads, Overlapped, Polling, Serial
+from .mainloop import Asynchronous, Drawn, Loads, Overlapped, Polling, Serial
 from .pipeline import (
     NoTurns,
     PingPong,
@@ -54,10 +54,6 @@ SCALE_KEYS = 128  # keys that share a scale in FP8
 # Up to so many query tiles for each head, the first of them fetches K and V into L2 for all of them: they start with
 # the same KV tiles, and resident blocks start with many heads at once, which two stages of loads do not hide.
 FETCHED_M_BLOCKS = 16
-
-# Where a key and its value have so many bytes, heads of so many query tiles are worked on in wide sections only.
-# Measured, as the one above: docs/kernels/sm90_forward.md.
-WIDE_BYTES, WIDE_M_BLOCKS = 1024, 64
 
 
 class Device(NamedTuple):
@@ -206,8 +202,7 @@ class Forward:
 
     def order(self, dev):
         bytes_per_key = self.elements.v.width // 8 * (self.headdim + self.headdim_v)
-        wide_from = WIDE_M_BLOCKS if bytes_per_key >= WIDE_BYTES else None
-        return order_of(self.traits.mask, self.extent(dev), bytes_per_key, wide_from)
+        return order_of(self.traits.mask, self.extent(dev), bytes_per_key)
 
     def segments(self, dev, m_block, tile):
         return self.band(dev).kv_tiles(m_block, tile, self.seqlens(dev), DeviceArith)
@@ -329,34 +324,39 @@ class Forward:
                 i = Int32(0)
                 before, last = work, Int32(-1)
                 while linear < total and i < ROUND:
-                    ticket = board.draw()
                     behind = (before, last) if const_expr(t.ahead) else None
-                    slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False, behind)
+                    slot, slot_q, ticket = self.load_tile(
+                        dev, rings, stores, smem, work, slot, slot_q, False, board, behind
+                    )
                     if const_expr(t.ahead):
-                        before, last = work, self.segments(dev, work.m_block, t).begin
+                        before, last = work, self.last(self.segments(dev, work.m_block, t))
                     following = cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
                     work = order.work(following)
                     board.post(at, following, work, i, linear)
                     linear, i, at = following, i + 1, at.next()
                 if const_expr(t.ahead):
-                    self.loads(dev, rings, stores, smem, before, slot, slot_q).load_v(last, slot.before())
+                    self.loads(dev, rings, stores, smem, before, slot, slot_q, last).load_v(last, slot.before())
                 if any_of(Int32(0), t.num_consumers) != 0:
                     round_barrier(t.num_consumers)
                     for j in cutlass.range(i, unroll=1):
                         again, linear_j = board.marked(j)
                         if again:
                             redo = order.work(linear_j)
-                            slot, slot_q = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, True)
+                            slot, slot_q, _ = self.load_tile(dev, rings, stores, smem, redo, slot, slot_q, True)
                     round_barrier(t.num_consumers)
             board.close()
         else:
             work = order.work(cute.arch.block_idx()[0])
-            slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False)
+            slot, slot_q, _ = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, False)
             if any_of(Int32(0), t.num_consumers) != 0:
-                slot, slot_q = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, True)
+                slot, slot_q, _ = self.load_tile(dev, rings, stores, smem, work, slot, slot_q, True)
 
-    def loads(self, dev, rings, stores, smem, work, slot, slot_q):
-        """The producer's hooks for a query tile."""
+    def last(self, segments):
+        """The KV tile that a walk ends with."""
+        return segments.end - 1 if self.tile.rising else segments.begin
+
+    def loads(self, dev, rings, stores, smem, work, slot, slot_q, last):
+        """The producer's hooks for a query tile that ends with KV tile `last`."""
         t = self.tile
         kv_head = HeadMap(dev.mQ.shape[2] // dev.mK.shape[2]).kv(work.head)
         return Loads(
@@ -369,21 +369,26 @@ class Forward:
             slot_q,
             work.m_block * t.num_consumers,
             slot_q.index if t.q_stages == 2 else slot_q.phase,
+            last,
+            -1 if t.rising else 1,
         )
 
     @cute.jit
-    def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact, behind=None):
-        """`behind`: the work and the last KV tile of the query tile before, whose V is still to be loaded."""
-        hooks = self.loads(dev, rings, stores, smem, work, slot, slot_q)
+    def load_tile(self, dev, rings, stores, smem, work, slot, slot_q, exact, board=None, behind=None):
+        """`behind`: the work and the last KV tile of the query tile before, whose V is still to be loaded. Returns, for
+        the next tile, the slots and what was drawn from `board`."""
+        seg = self.segments(dev, work.m_block, self.tile)
+        hooks = replace(self.loads(dev, rings, stores, smem, work, slot, slot_q, self.last(seg)), board=board)
         if const_expr(self.fetches):
             first = (work.m_block == 0) & (work.head % (dev.mQ.shape[2] // dev.mK.shape[2]) == 0)
             leads = first & (self.extent(dev).m_blocks <= FETCHED_M_BLOCKS)
             hooks = replace(hooks, leads=Int32(cutlass.select_(leads, Int32(1), Int32(0))))
         if const_expr(behind is not None):
             before, last = behind
-            hooks = replace(hooks, behind=self.loads(dev, rings, stores, smem, before, slot, slot_q), behind_n=last)
-        slot = Walk(self.band(dev), exact).kv(self.segments(dev, work.m_block, self.tile), hooks, slot)
-        return slot, self.next_q(slot_q)
+            behind = self.loads(dev, rings, stores, smem, before, slot, slot_q, last)
+            hooks = replace(hooks, behind=behind, behind_n=last)
+        drawn = Walk(self.band(dev), exact, self.tile.rising).kv(seg, hooks, Drawn(*slot, Int32(0)))
+        return drawn.slot, self.next_q(slot_q), drawn.ticket
 
     # ---- role: consumer
     @cute.jit
@@ -484,9 +489,13 @@ class Forward:
         m_slab = work.m_block * t.num_consumers + place.wg
         own = self.segments(dev, m_slab, Slabs(SLAB, t.tile_n))
         partial = (own.end > own.full_end) | (own.full_begin >= own.end)
+        if const_expr(t.rising):
+            partial = own.full_end <= own.begin
         mask_first = Int32(1) if const_expr(exact) else Int32(cutlass.select_(partial, Int32(1), Int32(0)))
         softmax = self.scaled(dev, hooks.softmax, work, row)
-        mine = replace(hooks, softmax=softmax, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=own.begin)
+        mine = replace(
+            hooks, softmax=softmax, mask=mask, mask_first=mask_first, exact=exact, slab=slab, last=self.last(own)
+        )
         if const_expr(chain is not None):
             mine = replace(mine, ahead=chain.S, begun=lambda: end.send_if(chain.i > 0, chain.before))
         if const_expr(t.output == "v"):
@@ -496,17 +505,20 @@ class Forward:
             ended = slot.before()
         else:
             block = self.segments(dev, work.m_block, t)
+            before, behind = block.end - own.end, own.begin - block.begin  # tiles that this warpgroup skips
+            if const_expr(t.rising):
+                before, behind = behind, before
             if const_expr(t.output == "v"):
                 # A skipped tile waits for its V, which may wait for that store.
-                if block.end > own.end:
+                if before > 0:
                     mine.give_back(unread)
                     unread = Int32(0)
             if const_expr(chain is None):
-                for _ in cutlass.range(block.end - own.end, unroll=1):
+                for _ in cutlass.range(before, unroll=1):
                     slot = mine.skip(slot)
-            slot = Walk(band, exact).kv(own, replace(mine, pending=unread), slot)
+            slot = Walk(band, exact, t.rising).kv(own, replace(mine, pending=unread), slot)
             ended = slot.before()
-            for _ in cutlass.range(own.begin - block.begin, unroll=1):
+            for _ in cutlass.range(behind, unroll=1):
                 slot = mine.skip(slot)
         bad = mine.softmax.overflowed()
         following, after = Int32(0), work

@@ -38,6 +38,10 @@ from .tensors import SLAB, fence, one_stage, slices, stage_bytes, staged, write_
 # Taken off the first ticket of a block where that is drawn too.
 FIRST = 1 << 30
 
+# The next ticket is drawn with the query tile so many before the end: early enough for its latency, and not earlier,
+# because a block that draws long before it is done keeps a key tile from others that are idle.
+DRAWN_BEFORE_END = 4
+
 
 class Work(NamedTuple):
     n_block: Int32
@@ -300,8 +304,7 @@ class KeyGradient:
             while linear < order.extent.tiles():
                 self.load_keys(dev, rings, smem, work, kv)
                 self.after_prepare()
-                ticket = board.draw()
-                slot = self.load_queries(dev, rings, smem, work, slot)
+                slot, ticket = self.load_queries(dev, rings, smem, work, slot, board)
                 linear = cute.arch.shuffle_sync(ticket, 0) + begin
                 work = self.work(order, linear)
                 kv = kv.next()
@@ -331,13 +334,18 @@ class KeyGradient:
             cute.copy(tma, src[None, work.n_block], dst[None, kv.index], tma_bar_ptr=ready)
 
     @cute.jit
-    def load_queries(self, dev, rings, smem, work, slot):
+    def load_queries(self, dev, rings, smem, work, slot, board=None):
+        """Returns the next slot, and what was drawn from `board`."""
         t = self.tile
         seqlen_q, _, heads, _ = dev.mQ.shape
         group = heads // dev.mK.shape[2]
         padded = cute.ceil_div(seqlen_q, PAD) * PAD
         seg = self.segments(dev, work)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=64 * t.tile_m)
+        ticket, drawn_with = Int32(0), cutlass.max(seg.end - DRAWN_BEFORE_END, seg.begin)
+        if const_expr(board is not None):
+            if seg.begin >= seg.end:
+                ticket = board.draw()
         for g in cutlass.range(group, unroll=1):
             head = work.head * group + g
             _, q_src, q_dst = slices(dev.tma_q, smem.Q, dev.mQ, (t.tile_m, self.headdim), head, work.batch)
@@ -346,6 +354,9 @@ class KeyGradient:
             line = cute.make_tensor(at(Float32, first, 16), cute.make_layout(2 * padded))
             stats = Stats(bulk, line, smem.stats)
             for i in cutlass.range(seg.begin, seg.end, unroll=1):
+                if const_expr(board is not None):
+                    if (g == group - 1) & (i == drawn_with):
+                        ticket = board.draw()
                 m = self.query_tile(seg, i)
                 bar = rings.q.acquire(slot)
                 cute.copy(dev.tma_q, q_src[None, m], q_dst[None, slot.index], tma_bar_ptr=bar)
@@ -353,7 +364,7 @@ class KeyGradient:
                 bar = rings.do.acquire(slot)
                 cute.copy(dev.tma_do, do_src[None, m], do_dst[None, slot.index], tma_bar_ptr=bar)
                 slot = slot.next()
-        return slot
+        return slot, ticket
 
     # ---- roles: who keeps the order of the sums
     @cute.jit

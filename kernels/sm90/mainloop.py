@@ -39,11 +39,25 @@ class Asynchronous:
         warpgroup.wait_group(0)
 
 
+class Drawn(NamedTuple):
+    """A slot of the producer, and the ticket of the next query tile as soon as it is drawn."""
+
+    index: Int32
+    phase: Int32
+    ticket: Int32
+
+    @property
+    def slot(self):
+        return Slot(self.index, self.phase)
+
+
 @dataclass(frozen=True)
 class Loads:
     """Producer warp. K runs one tile ahead of V, as the consumers want them; Q comes slab by slab, 64 rows each.
 
-    `copy_*` are (TMA atom, partitioned source, partitioned destination).
+    `copy_*` are (TMA atom, partitioned source, partitioned destination). The ticket of the next query tile is drawn
+    with the last K of this one: early enough for its latency, and not earlier, because a block that draws long before
+    it is done keeps a tile from others that are idle.
     """
 
     ring_q: Ring
@@ -58,6 +72,9 @@ class Loads:
     slot_q: Slot
     first_slab: Int32
     item: Int32  # parity of the query tiles done before
+    last: Int32  # KV tile that the walk ends with
+    back: int  # from a KV tile to the one before it in the walk: 1, or -1 where it rises
+    board: Any = None  # of a dynamic schedule, where the next ticket is drawn
     behind: Any = None  # the Loads of the query tile before, whose last V comes after the first K and Q of this one
     behind_n: Int32 | None = None  # its last KV tile; -1 where there is none
     leads: Any = None  # whether this query tile fetches K and V of its head into L2 for those behind it
@@ -67,7 +84,15 @@ class Loads:
         cute.copy(atom, src[None, block], dst[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def begin(self, n, slot):
+    def draw(self, n, ticket):
+        if const_expr(self.board is not None):
+            if n == self.last:
+                ticket = self.board.draw()
+        return ticket
+
+    @cute.jit
+    def begin(self, n, drawn):
+        slot, ticket = drawn.slot, self.draw(n, drawn.ticket)
         if const_expr(self.behind is None):
             self.copy(self.copy_k, n, slot.index, self.ring_k.acquire(slot))
         for w in range(self.slabs):
@@ -79,7 +104,7 @@ class Loads:
                 self.behind.load_v(self.behind_n, slot.before())
         if const_expr(self.leads is not None):
             self.fetch(n - 1, cutlass.min(n, FETCHED))
-        return slot
+        return Drawn(*slot, ticket)
 
     @cute.jit
     def fetch(self, n, count):
@@ -94,18 +119,19 @@ class Loads:
             cute.arch.mbarrier_wait(self.stores + slot.index, self.item ^ 1)
         self.copy(self.copy_v, n, slot.index, self.ring_v.acquire(slot))
 
-    def step(self, n, slot, masked):
+    def step(self, n, drawn, masked):
+        slot, ticket = drawn.slot, self.draw(n, drawn.ticket)
         following = slot.next()
         self.copy(self.copy_k, n, following.index, self.ring_k.acquire(following))
-        self.load_v(n + 1, slot)
+        self.load_v(n + self.back, slot)
         if self.leads is not None:
             self.fetch(n - FETCHED, cutlass.min(cutlass.max(n - FETCHED + 1, 0), 1))
-        return following
+        return Drawn(*following, ticket)
 
-    def drain(self, n, slot):
+    def drain(self, n, drawn):
         if self.behind is None:
-            self.load_v(n, slot)
-        return slot.next()
+            self.load_v(n, drawn.slot)
+        return Drawn(*drawn.slot.next(), drawn.ticket)
 
 
 @dataclass(frozen=True)
@@ -194,9 +220,9 @@ class Overlapped:
         return softmax.tile(S, masked, self.exact, self.pv.O)
 
     def free_q(self, n):
-        """After QK of a tile: where it was the last one (or rows see no key), Q is not needed any more."""
+        """After QK of a tile: where it was the last one, Q is not needed any more."""
         if self.frees_q:
-            self.ring_q.release_if(n <= self.last, self.slab)
+            self.ring_q.release_if(n == self.last, self.slab)
 
     def give_back(self, pending):
         """The stage of V in which the previous tile's O was: now is a time when its store need not be waited for."""

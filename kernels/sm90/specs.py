@@ -11,6 +11,8 @@ ROOMY = {"schedule": "dynamic", "q_stages": 2, "output": "own"}
 AHEAD = ROOMY | {"ahead": True}
 # Where headdim leaves no room for that, O is staged in V's stages.
 TIGHT = {"schedule": "dynamic", "output": "v"}
+# And query tiles of a head read the same K and V together.
+RISING = TIGHT | {"rising": True}
 
 FORWARD_TILES = TileTable(
     Row(64, FwdTile(192, 128, **ROOMY), masks=("full", "window")),
@@ -21,10 +23,13 @@ FORWARD_TILES = TileTable(
     Row(128, FwdTile(192, 80, schedule="dynamic", output="own"), masks=("full",), min_seqlen=8192),
     Row(128, FwdTile(128, 128, **AHEAD), masks=("full", "causal")),
     Row(128, FwdTile(128, 128, **ROOMY), masks=("window",)),
-    Row((192, 128), FwdTile(128, 128, **TIGHT)),
-    Row(192, FwdTile(128, 112, **TIGHT)),
+    Row((192, 128), FwdTile(128, 128, **RISING), masks=("causal",)),
+    Row((192, 128), FwdTile(128, 128, **TIGHT), masks=("full", "window")),
+    Row(192, FwdTile(128, 112, **RISING), masks=("causal",)),
+    Row(192, FwdTile(128, 112, **TIGHT), masks=("full", "window")),
+    Row(256, FwdTile(128, 64, **RISING), masks=("causal",)),
     Row(256, FwdTile(128, 80, **TIGHT), masks=("full", "window"), min_seqlen=1024),
-    Row(256, FwdTile(128, 64, **TIGHT)),
+    Row(256, FwdTile(128, 64, **TIGHT), masks=("full", "window")),
 )
 
 FORWARD = KernelSpec(
