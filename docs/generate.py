@@ -178,7 +178,7 @@ DQ_OF = ("its own kernel", "summed", "summed, late", "summed, late and staggered
 STAGED = {"own": "its own memory", "q": "the slab of Q", "v": "a stage of V"}
 TILE_COLUMNS: dict[type, dict[str, Callable]] = {
     FwdTile: {
-        "schedule": lambda tile: tile.schedule + (", first scores ahead" if tile.ahead else ""),
+        "schedule": lambda tile: tile.schedule + ", first scores ahead" * tile.ahead + ", keys upwards" * tile.rising,
         "Q stages": lambda tile: str(tile.q_stages),
         "O staged in": lambda tile: STAGED[tile.output],
     },

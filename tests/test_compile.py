@@ -50,7 +50,7 @@ def check_main_kernel(used, tile, arch):
 
 
 def draws(used):
-    """Instructions that draw a ticket. An addition would become one for all lanes, which is waited for at once."""
+    """Instructions that draw a ticket. An addition would be aggregated over the warp, and waited for at once."""
     return sum(n for name, n in used.opcodes.items() if name.startswith("ATOMG.") and ".INC." in name)
 
 

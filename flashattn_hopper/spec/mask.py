@@ -60,12 +60,13 @@ class Band:
         return visible
 
     def kv_tiles(self, m_block, tile, seqlens, arith=PythonArith) -> Segments:
-        """KV tiles of query tile `m_block`, for a loop that runs from the last tile down.
+        """KV tiles of query tile `m_block`, for a loop that runs from the last tile down, or, without a left edge, up.
 
         Invariant: at least one tile is visited, so that a query tile without keys has no code path of its own.
         Invariant: every row that sees a full tile also sees a key to the right of it or the tile is the last one;
-        a softmax that takes its first estimate of the maximum from a masked tile relies on it. This is why
-        `full_end` stays one key below the textbook bound.
+        a softmax that takes its first estimate of the maximum from a masked tile, the last one, relies on it. This is
+        why `full_end` stays one key below the textbook bound. Upwards the first tile gives it, which hides no row's
+        first key.
         """
         lo, hi = arith.min, arith.max
         shift = seqlens.k - seqlens.q

@@ -13,7 +13,7 @@ from cutlass.cutlass_dsl import T
 def count_up(counter, wanted):
     """Add one to a word of global memory in the lane that wants it; what it was, 0 in other lanes.
 
-    Why not an addition: the compiler may do one for all lanes and wait for it at once, to tell each its share.
+    Why not an addition: the compiler aggregates it over the warp, and waits for it at once to tell each lane its share.
     """
     asm = llvm.inline_asm(
         T.i32(), [counter.toint().ir_value(), Int32(wanted).ir_value()],

@@ -14,7 +14,8 @@ class Walk:
     """KV tiles from the last one down: `begin` on the last, `step` on partial, full, partial ones, then `drain`.
 
     Hooks get and return the ring slot. `masked` reaches them as a Python bool, so a full tile has no mask code.
-    `careful`: every tile counts as partial. `rising`: from the first one up, for a band without a left edge.
+    `careful`: every tile counts as partial. `rising`: from the first one up, full ones before partial ones, for a band
+    without a left edge.
     """
 
     band: Band

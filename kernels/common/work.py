@@ -105,8 +105,8 @@ class LongestFirst:
     """For masks that end at the diagonal: the last, longest query tiles of a section of heads first.
 
     Within a section the order is m_block major, so that it ends with short tiles. The first `cut` heads come in
-    sections of `width`, which keep K and V inside L2; the rest, if any, is one wide section, so that the launch ends
-    evenly: a narrow last one would start long tiles when the others run out of work.
+    sections of `width`; the rest, if any, is one wide section, so that the launch ends evenly: a narrow last one would
+    start long tiles when the others run out of work.
     """
 
     extent: Extent

@@ -2,7 +2,7 @@
 
 One producer warp (TMA) and one to three consumer warpgroups of 64 query rows each, with Q resident and K, V in rings:
 
-    producer   K3 Q | K2 V3 | K1 V2 | K0 V1 | V0            KV tiles from the last one down
+    producer   K3 Q | K2 V3 | K1 V2 | K0 V1 | V0            KV tiles from the last one down, or, `rising`, upwards
     consumer   S3=QK3 | softmax 3 | S2=QK2, O+=P3V3 | softmax 2 | S1=QK1, O+=P2V2 | softmax 1 | ... | O+=P0V0
 
 Consumers take turns issuing their two products (PingPong), so the softmax of one runs under the products of another.
