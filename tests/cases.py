@@ -37,7 +37,7 @@ OTHER_TILES = (
     FwdTile(64, 64),
     FwdTile(128, 128),
     FwdTile(192, 64, schedule="dynamic"),
-    FwdTile(128, 64, schedule="dynamic", q_stages=2, output="v", ping_pong=False),
+    FwdTile(128, 64, schedule="dynamic", output="v", ping_pong=False),
     FwdTile(128, 112, output="own"),
     FwdTile(128, 80, output="v"),
 )

@@ -17,10 +17,14 @@ by its descriptor. `maps`: parameter number -> Map, what the host makes a tensor
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from flashattn_hopper import runner
+from flashattn_hopper.spec.mask import Seqlens
 
 from . import ptx_machine
 from .ptx_machine import _BITS, _COMPARE, _address, _bits, _Block
@@ -155,6 +159,28 @@ def run(text, parameters, maps, threads, blocks, memory, late=(), kernel="", res
                 each.pop(0)()
             polls = 0
         warps = [warp for warp in warps if not warp.done]
+
+
+def run_forward(text, tile, maps, band, scale, memory, late=(), num_ctas=None, scales=()):
+    """A kernel of class Forward, handed over as its host half does; lse (batch, heads, queries).
+
+    `maps`: of q, k, v and out. `num_ctas`: blocks of a dynamic schedule, if it is one. `scales`: addresses, of FP8.
+    """
+    sizes = [[x.tensor.shape[mode] for mode in (2, 3, 1, 0)] for x in maps]
+    seqlen_q, _, heads, batch = sizes[0]
+    address = lambda x: struct.pack("<Q", x)
+    lse = memory.empty(4 * batch * heads * seqlen_q)
+    tickets = memory.add(torch.zeros(2, dtype=torch.int32))
+    edges = runner.window_edges(band, Seqlens(seqlen_q, sizes[1][0])) if band.kind == "window" else ()
+    parameters = [part for size in sizes for part in (b"", struct.pack("<4i", *size))]
+    parameters += [address(lse), b"", b"", struct.pack("<f", np.float32(scale) * np.float32(np.log2(np.e)))]
+    parameters += [struct.pack("<i", edge) for edge in edges]
+    parameters += [address(x) for x in (*([] if num_ctas is None else [tickets]), *scales)]
+    tiles = -(-seqlen_q // tile.tile_m) * heads * batch
+    blocks = min(num_ctas or tiles, tiles)
+    run(text, parameters, dict(zip(range(0, 8, 2), maps)), tile.num_threads, blocks, memory, late)
+    assert not memory.read(tickets, 8).any(), "tickets are left for the next launch"
+    return memory.read(lse, 4 * batch * heads * seqlen_q).view(torch.float32).view(batch, heads, seqlen_q)
 
 
 def entry(text, kernel):

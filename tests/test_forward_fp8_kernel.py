@@ -5,21 +5,19 @@ One test has the table's own, with two blocks for all tiles.
 """
 
 import functools
-import struct
 import tempfile
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from flashattn_hopper import jit, quantize_fp8, reference_fp8, runner, runner_fp8
+from flashattn_hopper import jit, quantize_fp8, reference_fp8, runner_fp8
 from flashattn_hopper.kernels.sm90.specs import FORWARD_FP8
 from flashattn_hopper.quantize import restore_lse
-from flashattn_hopper.spec.mask import Band, Seqlens
+from flashattn_hopper.spec.mask import Band
 
 from .exponentials import emulate, exp2_halves, traits_of
-from .hopper_machine import Map, run
+from .hopper_machine import Map, run_forward
 from .ptx_machine import Memory
 
 pytestmark = pytest.mark.compile
@@ -44,38 +42,22 @@ def ptx(traits, dynamic=False):
 def attend(q, k, v, band, scale, late=(), num_ctas=None):
     """(out, lse, restored lse) of BlockScaled operands, handed over as runner_fp8 and the kernel's host half do."""
     codes = runner_fp8.from_scaled(q, k, v)._replace(logit_offset=q.logit_offset)
-    (batch, seqlen_q, heads, d), (_, seqlen_k, heads_kv, _), d_v = q.shape, k.shape, v.shape[3]
+    (batch, seqlen_q, heads, _), d_v = q.shape, v.shape[3]
     traits = traits_of(q, k, v, band)
     text, tile = ptx(traits, num_ctas is not None)
     memory, out = Memory(1 << 24), torch.full((batch, seqlen_q, heads, d_v), NAN, dtype=q.dtype)
-    address = lambda x: struct.pack("<Q", 0 if x is None else memory.add(x))
-    numbers = lambda *x: struct.pack(f"<{len(x)}i", *x)
-    shape = lambda rows, width, h: numbers(rows, width, h, batch)
-    results = [memory.empty(4 * batch * heads * seqlen_q) for _ in range(2)]
-    tickets = memory.add(torch.zeros(2, dtype=torch.int32))
-    edges = runner.window_edges(band, Seqlens(seqlen_q, seqlen_k)) if traits.mask == "window" else ()
-    parameters = [
-        b"", shape(seqlen_q, d, heads), b"", shape(seqlen_k, d, heads_kv),
-        b"", shape(d_v, codes.v.shape[3], heads_kv), b"", shape(seqlen_q, d_v, heads),
-        struct.pack("<Q", results[0]), b"", b"",
-        struct.pack("<f", np.float32(scale) * np.float32(np.log2(np.e))),
-        *map(numbers, edges),
-        *([] if num_ctas is None else [struct.pack("<Q", tickets)]),
-        *map(address, (codes.q_descale, codes.k_descale, codes.v_descale, codes.logit_offset)),
-        struct.pack("<Q", results[1]),
-    ]  # fmt: skip
-    heads_first = lambda x: x.transpose(1, 2)
-    maps = {
-        0: Map(heads_first(codes.q), traits.headdim, 64),
-        2: Map(heads_first(codes.k), traits.headdim, tile.tile_n),
-        4: Map(codes.v, tile.tile_n, traits.headdim_v),
-        6: Map(heads_first(out), traits.headdim_v, 64),
-    }
-    blocks = num_ctas or -(-seqlen_q // tile.tile_m) * heads * batch
-    run(text, parameters, maps, tile.num_threads, blocks, memory, late)
-    assert not memory.read(tickets, 8).any(), "tickets are left for the next launch"
-    lse = lambda a: memory.read(a, 4 * batch * heads * seqlen_q).view(torch.float32).view(batch, heads, seqlen_q)
-    return out, *map(lse, results)
+    restored = memory.empty(4 * batch * heads * seqlen_q)
+    scales = codes.q_descale, codes.k_descale, codes.v_descale, codes.logit_offset
+    scales = [*(0 if x is None else memory.add(x) for x in scales), restored]
+    heads_first = lambda x, *cut: Map(x.transpose(1, 2), *cut)
+    maps = (
+        heads_first(codes.q, traits.headdim, 64),
+        heads_first(codes.k, traits.headdim, tile.tile_n),
+        Map(codes.v, tile.tile_n, traits.headdim_v),
+        heads_first(out, traits.headdim_v, 64),
+    )
+    lse = run_forward(text, tile, maps, band, scale, memory, late, num_ctas, scales)
+    return out, lse, memory.read(restored, 4 * lse.numel()).view(torch.float32).view(lse.shape)
 
 
 def operands(shape=PLAIN, dims=(64, 64), dtype=torch.bfloat16):

@@ -52,6 +52,8 @@ class FwdTile:
         self._require(self.output in ("own", "q", "v"), "output", "'own', 'q' or 'v'")
         self._require(self.output != "v" or self.tile_m == 128, "output", "'v' only with tile_m=128: a stage each")
         self._require(self.output != "v" or self.tile_n >= 64, "output", "'v' only with tile_n >= 64: its 64 rows")
+        # With a second stage of Q the producer may run two query tiles ahead of a store, whose barrier has two phases.
+        self._require(self.output != "v" or self.q_stages == 1, "output", "'v' only with q_stages=1")
         self._require(self.q_stages == 1 or self.output != "q", "q_stages", "1 with output='q', which bars a prefetch")
         self._require(self.q_stages == 1 or self.schedule == "dynamic", "q_stages", "1 for 'grid': no next tile")
         roomy = self.q_stages == 2 and self.output == "own" and not self.serial
@@ -122,7 +124,6 @@ class FwdTile:
                     ("grid", 1, "q", False),
                     ("dynamic", 1, "q", False),
                     ("dynamic", 1, "v", False),
-                    ("dynamic", 2, "v", False),
                     ("dynamic", 1, "own", False),
                     ("dynamic", 2, "own", False),
                     ("dynamic", 2, "own", True),

@@ -39,11 +39,11 @@ class Epilogue:
         return self.smem.O[None, None, self.place.wg]
 
     @cute.jit
-    def store(self, hooks, slot, work, row, later=False):
+    def store(self, hooks, slot, work, row, later=False, stores=None, item=None):
         """O and lse of a query tile. `slot` is the ring slot after the tile's last one.
 
-        `later`: O stays in the warpgroup's own slab, which is free, until `send`. Returns 1 + the stage of V from which
-        the store reads, or 0.
+        `later`: O stays in the warpgroup's own slab, which is free, until `send`. `stores` and `item`: as in Loads.
+        Returns 1 + the stage of V from which the store reads, or 0.
         """
         dev, place = self.dev, self.place
         inverse, lse = hooks.softmax.finish(hooks.exact)
@@ -67,6 +67,9 @@ class Epilogue:
             stage = cute.arch.make_warp_uniform(Int32(index))
             unread = stage + 1
             hooks.ring_v.wait_released(Slot(stage, Int32(phase)))
+            # In a walk of one KV tile no V has taken the first one's stage: the second one's O of the query tile before
+            # is there, maybe unread.
+            cute.arch.mbarrier_wait(stores + stage, item ^ 1)
             layout = cute.slice_(dev.lay_o, (None, None, 0)).outer
             sO = cute.make_tensor(self.smem.V[None, None, stage].iterator, layout)
         else:

@@ -235,6 +235,10 @@ class Forward:
             v_scale=floats(dev.scales[2] + head * 4, 1),
         )
 
+    def item(self, slot_q):
+        """Parity of the query tiles that a block has done before."""
+        return slot_q.index if self.tile.q_stages == 2 else slot_q.phase
+
     def next_q(self, slot):
         return slot.next() if self.tile.q_stages == 2 else slot.again()
 
@@ -368,7 +372,7 @@ class Forward:
             t.num_consumers,
             slot_q,
             work.m_block * t.num_consumers,
-            slot_q.index if t.q_stages == 2 else slot_q.phase,
+            self.item(slot_q),
             last,
             -1 if t.rising else 1,
         )
@@ -532,5 +536,5 @@ class Forward:
             slot = self.approach(dev, hooks, place, after, slot, self.next_q(slot_q), chain.S, more)
             end.await_slab()
             mine.finish(ended)
-        unread = end.store(mine, slot, work, row, later=chain is not None)
+        unread = end.store(mine, slot, work, row, later=chain is not None, stores=stores, item=self.item(slot_q))
         return slot, self.next_q(slot_q), unread, bad, following, after

@@ -38,6 +38,7 @@ def traits_of(spec):
         ("output", {"output": "k"}),
         ("output", {"output": "v", "tile_m": 192}),
         ("output", {"output": "v", "tile_n": 48}),
+        ("output", {"output": "v", "q_stages": 2, "schedule": "dynamic"}),
     ),
     ids=str,
 )
@@ -82,7 +83,7 @@ def test_a_tile_that_does_not_fit_says_what_it_needs():
 def test_scores_ahead_need_room_and_one_skipped_tile_at_most():
     """A second one would wait for memory that its own warpgroup gives back later."""
     room = {"schedule": "dynamic", "q_stages": 2, "output": "own", "ahead": True}
-    for missing in ({"q_stages": 1}, {"output": "v"}, {"serial": True}):
+    for missing in ({"q_stages": 1}, {"output": "v", "q_stages": 1}, {"serial": True}):
         with pytest.raises(ValueError, match="ahead=True; allowed: True only with"):
             FwdTile(128, 128, **room | missing)
     FwdTile(192, 128, **room).check(SM90, Traits(FWD, "bf16", 64, 64, "causal"))
@@ -91,9 +92,21 @@ def test_scores_ahead_need_room_and_one_skipped_tile_at_most():
             tile.check(SM90, Traits(FWD, "bf16", 64, 64, mask))
 
 
+def test_keys_rise_where_no_mask_is_at_the_first_ones():
+    rising = FwdTile(128, 64, schedule="dynamic", output="own", rising=True)
+    rising.check(SM90, Traits(FWD, "bf16", 128, 128, "causal"))
+    ahead = replace(rising, q_stages=2, ahead=True)
+    for tile, dtype, mask in ((rising, "bf16", "full"), (rising, "bf16", "window"), (ahead, "bf16", "causal")):
+        with pytest.raises(ValueError, match="rising is for causal masks, 16-bit and not ahead"):
+            tile.check(SM90, Traits(FWD, dtype, 64, 64, mask))
+    with pytest.raises(ValueError, match="rising is for causal masks, 16-bit and not ahead"):
+        rising.check(SM90, Traits(FWD, "fp8", 64, 64, "causal"))
+
+
+@pytest.mark.parametrize("mask", ("full", "causal"))
 @pytest.mark.parametrize("dims", ((64, 64), (128, 128), (192, 128), (256, 256)), ids=str)
-def test_candidates_fit_and_include_the_table(dims):
-    traits = Traits(FWD, "bf16", *dims)
+def test_candidates_fit_and_include_the_table(dims, mask):
+    traits = Traits(FWD, "bf16", *dims, mask)
     candidates = list(FwdTile.candidates(SM90, traits))
     assert len(candidates) == len(set(candidates)) > 0
     for tile in candidates:
