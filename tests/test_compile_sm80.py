@@ -15,7 +15,7 @@ from .inspect_cubin import inspect, inspect_all
 
 SPEC, BACKWARD = sm80.FORWARD, sm80.BACKWARD
 # Copies of the code of a tile: the first one and each segment of the walk; then the same of the second attempt.
-COPIES = {"full": 3 + 2, "causal": 3 + 2, "window": 4 + 2}
+COPIES = {"full": 2 + 2, "causal": 3 + 2, "window": 4 + 2}
 SLUGS = ("fwd.bf16.d128.causal", "fwd.fp16.d256.window")
 
 

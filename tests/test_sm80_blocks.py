@@ -86,7 +86,7 @@ def device(monkeypatch, memory):  # noqa: F811
     plain = [
         (softmax.Softmax, "update", "settle", "finish"),
         (mainloop.InOrder, "begin", "first_update"),
-        (walk.Walk, "kv"),
+        (walk.Walk, "down"),
         (forward.Forward, "attempt"),
         (query_gradient.Queries, "begin"),
         (key_products.KeyProducts, "step", "hide", "late_query"),

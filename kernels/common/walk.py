@@ -15,12 +15,13 @@ class Walk:
 
     Hooks get and return the ring slot. `masked` reaches them as a Python bool, so a full tile has no mask code.
     `careful`: every tile counts as partial. `rising`: from the first one up, full ones before partial ones, for a band
-    without a left edge.
+    without a left edge. `whole`: tiles that only the band's edges would make partial have code even without an edge.
     """
 
     band: Band
     careful: bool = False
     rising: bool = False
+    whole: bool = False
 
     def kv(self, seg, hooks, slot):
         return self.up(seg, hooks, slot) if self.rising else self.down(seg, hooks, slot)
@@ -34,7 +35,7 @@ class Walk:
             if const_expr(self.band.left is not None):
                 bottom = cutlass.min(seg.full_begin, top)
         # Without an edge every tile but the last, which `begin` took, is full.
-        if const_expr(self.careful or self.band.right is not None or self.band.left is not None):
+        if const_expr(self.careful or self.whole or self.band.right is not None or self.band.left is not None):
             for n in cutlass.range(seg.end - 1 - top, unroll=1):
                 slot = hooks.step(seg.end - 2 - n, slot, True)
         if const_expr(not self.careful):

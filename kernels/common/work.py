@@ -157,6 +157,6 @@ class HeadMap:
         return head // self.group
 
 
-def order_of(mask: str, extent: Extent, bytes_per_key: int):
+def order_of(mask: str, extent: Extent, bytes_per_key: int, narrow: bool = True):
     """The order part for a mask kind: windows are equally long everywhere but at the start."""
-    return longest_first(extent, bytes_per_key) if const_expr(mask == "causal") else InOrder(extent)
+    return longest_first(extent, bytes_per_key, narrow) if const_expr(mask == "causal") else InOrder(extent)

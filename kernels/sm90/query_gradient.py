@@ -219,7 +219,8 @@ class QueryGradient:
     def work(self, dev):
         m_blocks = cute.ceil_div(dev.mQ.shape[0], TILE_M)
         extent = Extent(m_blocks, dev.mQ.shape[2], dev.mQ.shape[3], dev.mK.shape[0])
-        return order_of(self.traits.mask, extent, 2 * (self.headdim + self.headdim_v)).work(cute.arch.block_idx()[0])
+        order = order_of(self.traits.mask, extent, 2 * (self.headdim + self.headdim_v), narrow=False)
+        return order.work(cute.arch.block_idx()[0])
 
     @cute.kernel
     def kernel(self, dev: Device):
@@ -349,7 +350,8 @@ class QueryGradient:
             delta,
         )
         cute.arch.mbarrier_wait(ready + wg, 0)
-        Walk(self.band(dev)).kv(seg, hooks, first_slot())
+        # Whole, for want of registers: without the code of masked tiles the compiler spills some at headdim 192.
+        Walk(self.band(dev), whole=True).kv(seg, hooks, first_slot())
         self.store(dev, smem, work, place, dQ)
 
     @cute.jit
