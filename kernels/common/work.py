@@ -132,7 +132,8 @@ class LongestFirst:
 
 def longest_first(extent, bytes_per_key, narrow=True):
     """Even sections; with few query tiles for each head and `narrow`, narrow ones and a wide one last. Not narrow are
-    sums in memory, which get into each other's way where few heads are worked on."""
+    sums in memory, which get into each other's way where few heads are worked on, and the kernel for dQ, which has no
+    registers for it."""
     per_head = cutlass.max(cutlass.min(extent.seqlen_k, Int32(1 << 20)) * bytes_per_key, 1)
     m_blocks, total = cutlass.max(extent.m_blocks, 1), cutlass.max(extent.heads * extent.batch, 1)
     heads = lambda s: cutlass.max(cutlass.max(Int32(s.l2_bytes) // per_head, Int32(s.query_tiles) // m_blocks), 1)
